@@ -402,6 +402,22 @@ def _attention_shown(hf: UntracedModel, watch: Watch, attention: str | None) -> 
     attention = attention or before or "sdpa"
     name = f"harness_watch_{next(_REGISTRATIONS)}"
     chosen = None if attention == "eager" else AttentionInterface()[attention]
+    try:
+        AttentionInterface.register(name, _shown_to(watch, hf, chosen))
+        if attention in AttentionMaskInterface._global_mapping:  # an attention of the user's may do without
+            AttentionMaskInterface.register(name, AttentionMaskInterface()[attention])
+        _set_attention(hf, name)
+        _rename_attention(hf, name, _NameOf(name, attention))
+        yield
+    finally:
+        _rename_attention(hf, name, name)  # HF leaves a name as it is that is equal to the new one
+        _set_attention(hf, before)
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _shown_to(watch: Watch, hf: UntracedModel, chosen: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return an attention function that shows each call and computes with `chosen`, or with eager attention if None."""
     paths = {module: path for path, module in hf.model.named_modules()}
 
     def listen(
@@ -425,18 +441,7 @@ def _attention_shown(hf: UntracedModel, watch: Watch, attention: str | None) -> 
         )
         return watch._attend(function, call)
 
-    try:
-        AttentionInterface.register(name, listen)
-        if attention in AttentionMaskInterface._global_mapping:  # an attention of the user's may do without
-            AttentionMaskInterface.register(name, AttentionMaskInterface()[attention])
-        _set_attention(hf, name)
-        _rename_attention(hf, name, _NameOf(name, attention))
-        yield
-    finally:
-        _rename_attention(hf, name, name)  # HF leaves a name as it is that is equal to the new one
-        _set_attention(hf, before)
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
+    return listen
 
 
 def _rename_attention(hf: UntracedModel, name: str, new_name: str) -> None:

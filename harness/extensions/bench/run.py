@@ -142,14 +142,12 @@ def run_bench(
     ):
         progress("building the model", 0, 1)
         if isinstance(sizes, Shape):
-            folder = temporary / "model"
-            num_parameters = build_checkpoint(sizes, folder, dtype=dtype, seed=seed, device=device)
-        else:
-            assert checkpoint is not None
-            folder = checkpoint.folder
-            num_parameters = sum(entry.num_elements for entry, _ in checkpoint.tensors.values())
+            build_checkpoint(sizes, temporary / "model", dtype=dtype, seed=seed, device=device)
+            checkpoint = Checkpoint(temporary / "model")
+        assert checkpoint is not None
+        num_parameters = sum(entry.num_elements for entry, _ in checkpoint.tensors.values())
         setting = BenchConfig(
-            folder=folder,
+            folder=checkpoint.folder,
             scratch=temporary,
             dtype=dtype,
             device=device,

@@ -117,10 +117,9 @@ def read_answer(
     num_counted = usage_count(body, "completion_tokens")
     entries, num_unechoed = logprob_entries(choice.get("logprobs"), names, where=where), 0
     num_echoed = _num_echoed(entries, prompt, num_counted) if is_echoed else 0
-    if entries is not None and num_echoed and num_echoed == len(prompt) - 1:  # llama-cpp-python leaves one out:
-        is_whole = all(entry.token_id in (None, sent) for entry, sent in zip(entries, prompt, strict=False))
-        num_echoed, num_unechoed = len(prompt), 0 if is_whole else 1
-        entries = [*entries, ParsedToken()] if is_whole else [ParsedToken(), *entries]  # the last, or begin-of-text
+    if entries is not None and num_echoed and num_echoed == len(prompt) - 1:
+        entries, num_unechoed = _with_omitted_entry(entries, prompt)
+        num_echoed = len(prompt)
     new_entries = None if entries is None else entries[num_echoed:]
     token_ids = _token_ids(choice, new_entries, names, where=where)
     if token_ids is None and isinstance(text, str):
@@ -296,6 +295,16 @@ def _num_echoed(entries: Sequence[ParsedToken] | None, prompt: Sequence[int], nu
     if not entries or entries[0].logprob is not None:
         return 0
     return len(prompt) if num_new is None else max(0, len(entries) - num_new)
+
+
+def _with_omitted_entry(entries: Sequence[ParsedToken], prompt: Sequence[int]) -> tuple[list[ParsedToken], int]:
+    """Return the entries with the one that llama-cpp-python omits, and how many are missing at the begin: 0 or 1.
+
+    It omits the last token of the prompt, or begin-of-text.
+    """
+    if all(entry.token_id in (None, sent) for entry, sent in zip(entries, prompt, strict=False)):
+        return [*entries, ParsedToken()], 0
+    return [ParsedToken(), *entries], 1
 
 
 def _new_text(text: str, num_echoed: int, prompt: Sequence[int], names: TokenNames) -> str:

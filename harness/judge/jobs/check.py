@@ -73,7 +73,6 @@ def _check_engine(
     begin = time.perf_counter()
     report("oracle", 0, 1)
     hf = planned_model(plan)
-    runs: list[RunResult] = []
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
         cached = open_cached_golden(hf, plan.prompts, truth=plan.case.truth)
         if cached is not None:
@@ -83,13 +82,10 @@ def _check_engine(
         plan = followed_schedules(plan, engine)
         golden = cached or cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
         golden_s = time.perf_counter() - begin
-        for index, schedule in enumerate(plan.schedules):
-            if runs and time.perf_counter() > deadline:
-                break
-            report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
-            run = _run_schedule(plan, engine, schedule, golden, hf, out, report)
+        runs: list[RunResult] = []
+        for run in _run_schedules(plan, engine, golden, hf, out, report):
             runs.append(with_settings(run, settings))
-            if plan.case.stops_early and runs[-1].outcome is Outcome.MISMATCH:
+            if time.perf_counter() > deadline or (plan.case.stops_early and run.outcome is Outcome.MISMATCH):
                 break
     is_wrong = any(run.outcome is Outcome.MISMATCH for run in runs)
     not_run = () if is_wrong and plan.case.stops_early else tuple(map(str, plan.schedules[len(runs) :]))
@@ -114,6 +110,20 @@ def _check_engine(
         schedules_not_run=not_run,
         next_place=next_place(plan, runs, engine.capabilities.sources),
     )
+
+
+def _run_schedules(
+    plan: Plan,
+    engine: Engine | IsolatedEngine,
+    golden: Golden,
+    hf: HFModel,
+    out: Path | None,
+    report: Progress,
+) -> Iterator[RunResult]:
+    """Yield the result of each schedule; it runs when it is asked for."""
+    for index, schedule in enumerate(plan.schedules):
+        report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
+        yield _run_schedule(plan, engine, schedule, golden, hf, out, report)
 
 
 def _run_schedule(
