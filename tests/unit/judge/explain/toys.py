@@ -18,7 +18,9 @@ from harness.formats.taps import Graph, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
+from harness.judge.explain.trial.ranking import rank_hypotheses
 from harness.oracle.model import HFModel
+from harness.results.check import Explanation
 
 from ....recording_writer import new_writer
 
@@ -140,6 +142,12 @@ def failure_of(
         inputs=list(inputs), dtype=dtype, roundings=roundings, bound=torch.full_like(roundings, bound),
         slot_history=None if recording is None else SlotHistory(recording), **others,
     )  # fmt: skip
+
+
+def named(failure: WrongOperation) -> Explanation:
+    """Return what the trial of all explanations says of a failure, whose right rows are left out."""
+    with torch.no_grad():  # as where explanations are run
+        return rank_hypotheses(failure.select(failure.roundings > failure.bound), "every row")
 
 
 def by_cause(

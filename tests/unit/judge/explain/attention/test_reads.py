@@ -13,7 +13,7 @@ from harness.judge.explain.cache.formats import declared_format
 from harness.judge.explain.core.formats import cut_off
 
 from ..toy_attention import KEY, PLACES, RAW, VALUE, H, K, N, Toy, step_of
-from ..toys import by_cause, random
+from ..toys import by_cause, named, random
 
 OTHERS = {layer: (f"model.layers.{layer}.k_rope", f"model.layers.{layer}.self_attn.v_proj") for layer in (0, 2)}
 
@@ -51,20 +51,28 @@ def test_values_that_are_narrower_than_keys(tmp_path):
     )
 
 
+TENSORS = {
+    "K and V are swapped in the cache": (VALUE, KEY),
+    "values are read from the K cache": (KEY, KEY),
+    "keys are read from the V cache": (VALUE, VALUE),
+    "keys are cached before rotary": (RAW, VALUE),
+    **{f"reads the cache of layer {layer}": taps for layer, taps in OTHERS.items()},
+}
+
+
 def test_other_tensors(toy):
     tensors = {tap: values.__getitem__ for tap, values in toy.tensors.items()}
-    causes = {
-        "K and V are swapped in the cache": (VALUE, KEY),
-        "values are read from the K cache": (KEY, KEY),
-        "keys are read from the V cache": (VALUE, VALUE),
-        "keys are cached before rotary": (RAW, VALUE),
-        **{f"reads the cache of layer {layer}": taps for layer, taps in OTHERS.items()},
-    }
     hypotheses = {(h.cause, h.detail): h.output for h in reads.other_tensors(toy.failure())}
-    assert set(hypotheses) == {(cause, extent) for cause in causes for extent in EXTENTS}
+    assert set(hypotheses) == {(cause, extent) for cause in TENSORS for extent in EXTENTS}
     for (cause, extent), output in hypotheses.items():
-        key, value = (tensors[tap] for tap in causes[cause])
+        key, value = (tensors[tap] for tap in TENSORS[cause])
         torch.testing.assert_close(output, reading(toy, key, value, EXTENTS[extent]), msg=f"{cause}, {extent}")
+
+
+@pytest.mark.parametrize("cause", TENSORS)
+def test_other_tensors_are_named(toy, cause):
+    key, value = (toy.tensors[tap].__getitem__ for tap in TENSORS[cause])
+    assert named(toy.failure(reading(toy, key, value))).cause == cause
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
@@ -214,7 +222,7 @@ def test_one_position_of_values_that_are_narrower_than_keys(tmp_path):
 def test_one_position_of_the_history(toy, places, replaced, cause, text):
     failure = toy.failure(reading_place(toy, replaced, places), places)
     (hypothesis,) = wrong_place(failure)
-    assert hypothesis.cause == cause
+    assert named(failure).cause == hypothesis.cause == cause
     torch.testing.assert_close(hypothesis.output, failure.actual)
     assert hypothesis.detail == "; ".join(f"request 0, position {p} reads {text}" for _, p in LATE)
     assert (hypothesis.is_cause, hypothesis.num_fitted) == (True, 2 * len({place[0] for place in places}))

@@ -7,7 +7,7 @@ from harness.judge.explain.attention import slots as read_slots
 from harness.judge.explain.core.wrong_operation import WrongOperation
 
 from ..toy_attention import BLOCK, KEY, PLACES, STEPS, TABLES, VALUE, H, K, Toy, step_of
-from ..toys import by_cause, random
+from ..toys import by_cause, named, random
 
 SHARED = "a block belongs to two requests of different content at once: shared, freed or given out wrongly"
 STALE = "a block holds what another request left there: stale block taken as a hit, or not written"
@@ -90,10 +90,11 @@ def moving(request, step):
 )  # fmt: skip
 def test_the_cache_played_back(tmp_path, parts, places, cause, detail):
     toy = Toy(tmp_path / "r", **parts)
-    failure = toy.failure(places=places)
+    failure = toy.failure(played(toy, places), places)
     (hypothesis,) = read_slots.cache_played_back(failure)
     assert (hypothesis.cause, hypothesis.detail) == (cause, detail)
-    torch.testing.assert_close(hypothesis.output, played(toy, places))
+    torch.testing.assert_close(hypothesis.output, failure.actual)
+    assert cause in named(failure).cause
     provenance = hypothesis.provenance()
     assert f"request {provenance.request} in step " in detail
     assert f"by position: {provenance.position}: " in detail
