@@ -89,7 +89,7 @@ _OTHERS = {
     "explain/states/recurrence": ("states/test_recurrence.py", "test_mixtures.py"),
     "explain/experts/router": ("experts/test_router.py", "experts/test_experts_of_rows.py", "test_mixtures.py"),
     "explain/products/linear": ("products/test_linear.py", "products/test_declared.py"),
-    "explain/rotary/positions": ("rotary/test_frequencies.py",),
+    "explain/rotary/positions": ("rotary/test_positions.py",),
     "explain/rotary/rotation": ("rotary/test_frequencies.py", "rotary/test_rotation.py"),
     "oracle/caches": ("test_decode.py",),
     "oracle/golden": ("test_golden_files.py", "test_golden.py"),
