@@ -74,8 +74,8 @@ def check(
             opened by its name gets it as its option `lora`.
         engine_options: of an engine that is opened by its name.
         out: folder, new or empty, for `report.html` and the engine's recordings; None keeps nothing.
-        progress: called with what is being done, how much of it is done, and how much there is.
-        local_files_only: never ask the model hub.
+        progress: called with the current stage, the finished part and the total.
+        local_files_only: do not contact the model hub.
 
     Returns:
         What was found. Wrong numbers are a result, not an error: see `CheckReport.assert_ok`.
@@ -122,16 +122,16 @@ def golden(
     """Return what HuggingFace computes: every tap of the model in high precision, with a greedy continuation.
 
     Args:
-        model: as `check` has it.
-        prompts: as `check` has them.
+        model: as for `check`.
+        prompts: as for `check`.
         max_new_tokens: tokens to generate for each prompt, 24 by default.
         dtype: of the weights, and of the noise that is measured.
         device: where to run; None for the CPU.
         truth: `float64`, `float32`, or `auto` for what the dtype needs.
-        lora: as `check` has it.
+        lora: as for `check`.
         out: folder, new or empty, to write the golden to; None for the cache.
-        progress: called with what is being done, how much of it is done, and how much there is.
-        local_files_only: never ask the model hub.
+        progress: called with the current stage, the finished part and the total.
+        local_files_only: do not contact the model hub.
 
     Raises:
         HarnessError: an argument cannot be used, or `out` cannot be written.
@@ -177,8 +177,8 @@ def diff(
         require: what `actual` must have reached.
         truth: precision in which operations are judged.
         device: where they are replayed.
-        progress: called with what is being done, how much of it is done, and how much there is.
-        local_files_only: never ask the model hub.
+        progress: called with the current stage, the finished part and the total.
+        local_files_only: do not contact the model hub.
 
     Raises:
         HarnessError: a recording is missing or damaged, they hold different prompts, or an argument makes no sense.
@@ -221,18 +221,18 @@ def profile(
 
     Args:
         engine: as `check` has it; an engine needs steps (`open_session`), which a module of your own has not.
-        model: as `check` has it.
+        model: as for `check`.
         prompt_tokens: tokens of each prompt; they are random.
         max_new_tokens: tokens to generate for each request.
         batch_size: requests that arrive together.
         phases: `prefill`, `decode`, `mixed`; empty for all that the engine has.
         num_runs: runs without a profiler, for the latencies.
-        dtype: as `check` has it.
-        device: as `check` has it.
+        dtype: as for `check`.
+        device: as for `check`.
         engine_options: of an engine that is opened by its name.
         out: folder, new or empty, for `report.html`, traces and memory snapshots; None keeps nothing.
-        progress: called with what is being done, how much of it is done, and how much there is.
-        local_files_only: never ask the model hub.
+        progress: called with the current stage, the finished part and the total.
+        local_files_only: do not contact the model hub.
 
     Raises:
         HarnessError: an argument cannot be used, or the engine has no steps.
@@ -295,7 +295,7 @@ def weights(
             (the reference engine's `LLMEngine`, vLLM's `LLM`, a `Session` of any adapter).
         second: the weights under test.
         before: the first weights before an update: how much of it arrived in the second ones.
-        local_files_only: never ask the model hub.
+        local_files_only: do not contact the model hub.
 
     Raises:
         HarnessError: weights cannot be read.

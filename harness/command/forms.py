@@ -32,7 +32,7 @@ class Forms:
         return typer.Option("--format", metavar=choices, parser=self.chosen, help="How to print the result.")
 
     def chosen(self, form: str) -> str:
-        """Return the form if there is such a one.
+        """Return the form of that name.
 
         Raises:
             HarnessError: BAD_OPTION.

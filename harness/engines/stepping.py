@@ -190,7 +190,7 @@ class ClosableTokenSession:
 
 
 class ClosableSession(ClosableTokenSession):
-    """The same of one that can be watched (`open_session`)."""
+    """A `ClosableTokenSession` of a session that can be observed (`open_session`)."""
 
     def __init__(self, engine: str, session: Session) -> None:
         super().__init__(engine, session)

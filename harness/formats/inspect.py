@@ -109,7 +109,7 @@ def tensor_table(entry: TensorEntry) -> dict[str, Any]:
 
 
 def totals(entries: list[TensorEntry]) -> dict[str, Any]:
-    """Count tensors, elements and bytes, by dtype and of all."""
+    """Count tensors, elements and bytes, in total and by dtype."""
     tensors, parameters, num_bytes = Counter[str](), Counter[str](), Counter[str]()
     for entry in entries:
         tensors[entry.dtype] += 1

@@ -54,7 +54,7 @@ def cache_windows(hf: UntracedModel) -> dict[int, int]:
 
 
 def caches_of(output: Any) -> dict[str, Any]:
-    """Return what a forward of HF's returned of its cache, by the name that the family gives it."""
+    """Return the caches in the output of HF's forward, by the names that the family uses."""
     returned = dict(output.items())  # an output of transformers 5.24 answers to old names, too
     return {name: returned[name] for name in _CACHES if returned.get(name) is not None}
 

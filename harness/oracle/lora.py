@@ -263,7 +263,7 @@ def load_adapted(
 
 
 def _know_adapter(hf: HFModel, folder: Path) -> None:
-    """Keep what another adapter would add, at the modules that have one."""
+    """Keep the updates of another adapter in the modules that they belong to."""
     modules = dict(hf.model.named_modules())
     for path, update in read_adapter(folder).items():
         module = modules.get(path)

@@ -134,7 +134,7 @@ class Sample:
 
 
 def are_queries_apart(call: AttentionCall, function: Callable[..., Any]) -> bool:
-    """Whether attention gives a row the same whatever queries are beside it, as far as its options are known.
+    """Return whether a row's attention does not depend on the other queries, as far as its options are known.
 
     Without a mask only torch's own function is known to see what lies before each query.
     """

@@ -238,9 +238,9 @@ def all_parts_held(hf: UntracedModel) -> Iterator[None]:
 
 @contextmanager
 def parts_kept(hf: UntracedModel) -> Iterator[None]:
-    """Keep the weights of all parts for a block that runs the model often, if they take at most half of what is free.
+    """Keep the weights of all parts in memory for a block, if they take at most half of the free memory.
 
-    Else each forward reads them anew.
+    Otherwise each forward reads them again.
     """
     with ExitStack() as stack:
         for path in hf.parts if keeps_parts(hf) else ():

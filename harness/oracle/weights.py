@@ -25,7 +25,7 @@ Key = str
 
 
 class ResidentWeights:
-    """Weights that are all loaded, and stay."""
+    """Weights that are all in memory until the end."""
 
     @contextmanager
     def held(self, _part: str) -> Iterator[None]:
@@ -37,7 +37,7 @@ class StreamedWeights:
     """Weights that are read while they are needed."""
 
     def __init__(self, model: Any, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Plan which tensors of the checkpoint make up which part of the model; nothing is read.
+        """Assign the tensors of the checkpoint to the parts of the model, without reading them.
 
         Raises:
             HarnessError: TENSORS_CONTRADICT_CONFIG: a parameter has no tensor in the checkpoint.

@@ -70,7 +70,7 @@ class Latencies:
         return statistics.median(_sums(self.step_s, window))
 
     def wall_s_range(self, window: Window) -> tuple[float, float]:
-        """Return the time of a window's steps in the fastest and in the slowest run."""
+        """Return the time of a window's steps in the fastest run and in the slowest run."""
         sums = _sums(self.step_s, window)
         return min(sums), max(sums)
 

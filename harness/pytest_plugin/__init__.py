@@ -71,7 +71,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to rewrite expectations in continuous integration, and a folder without a name."""
+    """Refuse to rewrite expectations in continuous integration, and to use a folder without a name."""
     if config.getoption("--captures") == "":
         raise pytest.UsageError("--captures names no folder")
     for option in ("--golden-update", "--baseline-update"):

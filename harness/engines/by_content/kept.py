@@ -95,7 +95,7 @@ _MOST_DIMS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a state lies, and how."""
+    """Place and layout of a state."""
 
     index: int
     """Of the layer's tensors."""

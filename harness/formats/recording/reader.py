@@ -289,7 +289,7 @@ class Step:
         return self._indices[name]
 
     def _layout(self) -> Mapping[str, TensorEntry]:
-        """Return where the tensors lie, read and checked at the first call."""
+        """Return the header's entries by tensor name. The first call reads and checks them."""
         if self._checked_layout is None:
             check_file(self.path, self.entry)
             try:

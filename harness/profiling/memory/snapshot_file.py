@@ -159,7 +159,7 @@ class _Reader:
 
 
 def _typed(record: Any, name: str, kind: type, default: Any = None) -> Any:
-    """Return a field of that type; the default where it is not there and there is one."""
+    """Return a field of that type; the default if the field is missing and there is a default."""
     if not isinstance(record, dict):
         raise TypeError(f"{type(record).__name__} in the place of a dict")
     value = record[name] if default is None else record.get(name, default)

@@ -88,7 +88,7 @@ class AttentionCase:
 
     @property
     def num_blocks(self) -> int:
-        """Number of physical blocks, one of which is in no table."""
+        """Number of physical blocks. One of them is in no block table."""
         return 1 + sum(-(-context_len // self.block_size) for context_len in self.context_lens)
 
     @property

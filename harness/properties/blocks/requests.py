@@ -216,7 +216,7 @@ class CacheRequests(Machine):
         return RequestRecord(request_id=request_id, token_ids=list(token_ids), salt=salt)
 
     def salt_if(self, has_salt: bool) -> str:
-        """Return the salt of a request that has one."""
+        """Return the salt of a request; empty if it has none."""
         return "x" if has_salt and self.has_salts else ""
 
     def salted(self, salt: str) -> dict[str, object]:

@@ -76,7 +76,7 @@ class RotaryScheme:
         return "\n".join(["import torch", *self.target.opening(), *made, *lines]) + "\n"
 
     def pairs(self, x_TNH: torch.Tensor) -> torch.Tensor:
-        """Return [T, N, H/2, 2]: the elements that are turned together."""
+        """Return the pairs of elements that are rotated together, [T, N, H/2, 2]."""
         half = x_TNH.shape[-1] // 2
         if self.method == "rotary":
             return torch.unflatten(x_TNH, -1, (2, half)).transpose(-1, -2)

@@ -92,7 +92,7 @@ class StateCacheCalls(CacheRequests):
         return True
 
     def look_up(self, token_ids: Sequence[int], salt: str) -> int:
-        """Ask how much of a prompt is in a snapshot, and return it."""
+        """Look up how many tokens of a prompt a snapshot covers; return and check their number."""
         prefixes: list[int] = []
         self.oracle.extend(prefixes, token_ids, salt)
         expected = self.snapshots.expected(prefixes)

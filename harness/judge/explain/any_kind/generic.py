@@ -320,7 +320,7 @@ def _is_towards_zero(wrong: WrongOperation) -> bool:
 
 
 def _is_cut_off(wrong: WrongOperation) -> bool:
-    """Whether the elements are those that cutting off gives, where rounding gives others."""
+    """Return whether the elements equal truncated values where rounded values would differ."""
     cut, nearest = cut_off(wrong.expected, wrong.dtype), rounded(wrong.expected, wrong.dtype)
     tells = cut != nearest
     is_cut = (wrong.actual == cut)[tells]

@@ -376,7 +376,7 @@ def _stale(wrong: WrongOperation, before: Sequence[GivenUp]) -> _Stale | None:
 
 
 def _put(query: AttentionContext, stale: _Stale, places: torch.Tensor) -> torch.Tensor | None:
-    """Attend with what was given up at some places of the history."""
+    """Attend with discarded keys and values in some places of the history; None if no place is in it."""
     there = (places >= 0) & (places <= int(query.rows.position[0]))
     if not bool(there.any()):
         return None

@@ -295,7 +295,7 @@ def other_sinks(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def _added_to_sums(wrong: WrongOperation, totals: torch.Tensor) -> torch.Tensor | None:
-    """Return what gives the actual rows if it is added to each head's sums, [N]; None if nothing does."""
+    """Return the numbers that give the actual rows if they are added to the heads' sums, [N]; None if none do."""
     actual, expected = (x.unflatten(1, (totals.shape[1], -1)) for x in (wrong.actual, wrong.expected))
     share = (actual * expected).sum(-1) / expected.square().sum(-1)
     if not bool((share > 0).all()):

@@ -150,7 +150,7 @@ class WrongOperation(Evidence):
         return torch.cat([attend(view) for view in self.views])
 
     def rows_of(self, view: AttentionContext) -> torch.Tensor:
-        """Return the numbers of a view's rows among all rows, [T] int64."""
+        """Return the indices of a view's rows in all rows, [T] int64."""
         begin = 0
         for item in self.views:
             if item is view:

@@ -71,7 +71,7 @@ class Mixture(_Call):
         return self.wrong.expected + self.table[:, expert, None] * (output - self.outputs[expert])
 
     def part_of(self, expert: int) -> torch.Tensor:
-        """Return what the module gives now if each row goes to one expert, with weight 1: [R, D]."""
+        """Return the module's output if each row is routed to one expert with weight 1: [R, D]."""
         return one_expert(self.module, self.x, expert)
 
     def run(self, module: nn.Module | None = None) -> torch.Tensor:
@@ -145,7 +145,7 @@ def routed(wrong: WrongOperation, x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _of_slots(wrong: WrongOperation) -> _Call | None:
-    """Experts that all read all rows, each multiplied by its expert's score, which is zero for all experts but one."""
+    """Call experts that each read all rows, multiplied by the expert's score: 0 for all experts but one."""
     module = next((child for child in wrong.module.children() if reads_slots(child)), None)
     count = None if module is None else num_experts(module)
     flat = [item.flatten(1) for item in wrong.inputs]

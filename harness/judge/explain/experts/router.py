@@ -223,7 +223,7 @@ def _chosen(wrong: WrongOperation) -> torch.Tensor | None:
 
 
 def logits_of(wrong: WrongOperation) -> torch.Tensor | None:
-    """Return the router's product [R, E] at the rows; None if it was not recorded."""
+    """Return the router's logits of the rows, [R, E]; None if they were not recorded."""
     router = wrong.operation
     of_module = [item.tap for item in wrong.graph.of_layer(router.layer) if item.module == router.module]
     for tap in (*router.inputs, *of_module):

@@ -26,7 +26,7 @@ _SMALL_SHARE = 1e-2
 
 
 def with_rotation(causes: Callable[[WrongOperation, Rotation], Causes]) -> Callable[[WrongOperation], Causes]:
-    """Give a function the model's own rotation, without which it yields nothing. What has none, or another, stays."""
+    """Give a function the model's rotation, or that of each part. Parts without a rotation stay as they are."""
 
     @wraps(causes)
     def explain_with_rotation(wrong: WrongOperation) -> Causes:

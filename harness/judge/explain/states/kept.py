@@ -56,7 +56,7 @@ def other_rows(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def _after(wrong: WrongOperation, lines: Sequence[Line | None], rows: Sequence[int]) -> torch.Tensor:
-    """Return [lines, W] float64: the state after each line; where there is none, what it should be at that row."""
+    """Return the state after each line, [lines, W] float64; if there is none, the expected state of that row."""
     assert wrong.states is not None
     asked = [at for at, line in enumerate(lines) if line]
     states_after = wrong.states.after([sequence_of(lines[at] or []) for at in asked])

@@ -361,7 +361,7 @@ def _pick(rows: Rows, places: list[int]) -> Rows:
 
 
 def _parameters(recurrence: Recurrence) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """Yield path, name and values of what the mixer computes with by itself: what no other operation shows."""
+    """Yield path, name and values of the mixer's parameters that no linear layer or norm has."""
     wrong = recurrence.wrong
     shown = {op.module for op in wrong.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
     for inner, module in recurrence.module.named_modules():

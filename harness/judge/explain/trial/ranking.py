@@ -244,7 +244,7 @@ def _trials(
 
 
 def _name_of(best: Trial, group: Sequence[Trial], wrong: WrongOperation) -> Trial:
-    """Return the cause that gives the same as the best one without a number that was fitted; else the best one."""
+    """Return the cause without fitted numbers that gives the same rows as the best one; else the best one."""
     if not best.hypothesis.num_fitted:
         return best
     return next((trial for trial in group if trial.names(best) and _is_same(trial, best, wrong)), best)
