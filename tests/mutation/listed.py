@@ -29,7 +29,7 @@ LISTED: tuple[Mutant, ...] = (
     ),
     # the clamps at the typical row's error off (the composite's clamp has gone with it)
     replaced(f"{_COMPARE}/bounds.py", ".clamp(min=typical)", ""),
-    replaced(f"{_COMPARE}/propagated.py", ".clamp(min=floors[tap])", ""),
+    replaced(f"{_COMPARE}/propagated.py", ".clamp(min=self.floors[tap])", ""),
     # near-ties halved
     replaced(f"{_COMPARE}/tokens.py", "2 * float(logit_noise.max())", "float(logit_noise.max())"),
     # digests not verified

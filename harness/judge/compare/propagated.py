@@ -69,6 +69,26 @@ class _Parts:
         return PropagatedErrors(rows=Rows.concat(self.rows), metrics=metrics, ratio=ratio)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Noise:
+    """Relative L2 errors of HF itself, by tap."""
+
+    rows: Mapping[str, torch.Tensor]
+    """Measured, per row of the golden."""
+    floors: Mapping[str, float]
+    """Median of the measured ones: the least noise, since HF may happen to be exact in a row."""
+    unit: float
+    """Rounding unit of the engine's dtype."""
+    depths: Mapping[str, int]
+    """Number of operations up to a tap."""
+
+    def of(self, tap: str, places: torch.Tensor) -> torch.Tensor:
+        """Return the noise of a tap's rows at some places, float64; an estimate for a tap that was not measured."""
+        if tap in self.floors:
+            return self.rows[tap][places[:, 2]].to(torch.float64).clamp(min=self.floors[tap])
+        return torch.full((len(places),), self.unit * math.sqrt(self.depths.get(tap, 1)), dtype=torch.float64)
+
+
 def propagated_errors(
     actual: Recording,
     expected: Locator,
@@ -91,10 +111,13 @@ def propagated_errors(
     """
     result, parts, logits = Propagation(), dict[str, _Parts](), list[torch.Tensor]()
     other_choices: dict[str, list[Rows]] = {}
-    unit = rounding_unit(engine_dtype(actual))
-    depths = {operation.tap: depth for depth, operation in enumerate(graph, start=1)}
     choices = {tap for tap in usable if tap in graph and graph[tap].kind is Kind.CHOICE}
-    floors = {tap: float(rows.nanmedian()) for tap, rows in noise.items() if len(rows)}
+    known = _Noise(
+        rows=noise,
+        floors={tap: float(rows.nanmedian()) for tap, rows in noise.items() if len(rows)},
+        unit=rounding_unit(engine_dtype(actual)),
+        depths={operation.tap: depth for depth, operation in enumerate(graph, start=1)},
+    )
     for chunk in chunks(actual.steps):
         for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in usable):
             pair = _pair([step for step in chunk if step.has(tap)], tap, expected)
@@ -109,14 +132,10 @@ def propagated_errors(
             part = parts.setdefault(tap, _Parts())
             part.rows.append(rows)
             part.metrics.append((estimated_metrics if tap in sketched else row_metrics)(ours, theirs))
-            if tap in floors:
-                # HF may happen to be exact in a row, which says nothing of rounding: the median is the least noise.
-                part.noise.append(noise[tap][places[:, 2]].to(torch.float64).clamp(min=floors[tap]))
-            else:
-                part.noise.append(torch.full((len(places),), unit * math.sqrt(depths.get(tap, 1)), dtype=torch.float64))
+            part.noise.append(known.of(tap, places))
             if tap == graph.logits:
                 logits.append(logit_metrics(ours, theirs))
-    result.errors = _with_bounds({tap: part.joined() for tap, part in parts.items()}, floors, graph)
+    result.errors = _with_bounds({tap: part.joined() for tap, part in parts.items()}, known.floors, graph)
     result.other_choices = {tap: Rows.concat(rows) for tap, rows in other_choices.items()}
     result.logits = _logit_result(logits)
     return result
