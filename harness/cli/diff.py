@@ -1,5 +1,6 @@
-"""`harness diff`: compare two recordings."""
+"""`harness diff`: compare two recordings, or two folders of tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,8 @@ from harness.command import forms
 from harness.command import options as opt
 from harness.command.output import STATUS
 from harness.command.progress import progress_bar
+from harness.errors import Code, HarnessError
+from harness.formats.inspect import is_dump
 from harness.formats.schedule import TRIGGERS
 
 
@@ -45,6 +48,15 @@ def diff(
             help=f"Trigger that the recording must have reached: {', '.join(TRIGGERS)}. Repeatable. [default: decode]",
         ),
     ] = None,
+    close: Annotated[
+        float | None,
+        typer.Option(
+            metavar="FACTOR",
+            min=0,
+            help="Of folders of tensors: how many times as much as the tensors before it, or as one rounding, a tensor "
+            "may differ to be called close. No bound is derived without a model. [default: 10]",
+        ),
+    ] = None,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.CHECKS.option()] = "human",
 ) -> int:
@@ -52,7 +64,16 @@ def diff(
 
     Without --model, rows are judged by their distance from the golden, relative to the rounding error of HuggingFace.
     With --model, every operation is also judged separately: it is replayed on the recorded inputs.
+
+    Tensors of two folders (.npy, .npz, .safetensors, .pt), which any two engines dumped of the same prompt, are matched
+    by their content. The result is the first tensor in the order of the run whose difference is far larger than
+    rounding makes it.
     """
+    if is_dump(expected) and is_dump(actual):
+        options = {"--model": model, "--lora": lora, "--truth": truth, "--taps": taps, "--lacking": lacking}
+        _refuse_unused({**options, "--require": require}, "two folders of tensors")
+        return _diff_dumps(expected, actual, close, format)
+    _refuse_unused({"--close": close}, "two recordings")
     with progress_bar() as report:
         from harness.judge.jobs.diff import run_diff
         from harness.report.check.dtypes import DtypeChecks
@@ -73,3 +94,21 @@ def diff(
         )
     forms.CHECKS.show(DtypeChecks(results=[result]), format)
     return STATUS[result.outcome]
+
+
+def _diff_dumps(expected: Path, actual: Path, close: float | None, format: str) -> int:
+    with progress_bar() as report:
+        from harness.judge.dumps import CLOSE, compare_dumps
+
+        result = compare_dumps(expected, actual, close=CLOSE if close is None else close, progress=report)
+    forms.DUMPS.show(result, format)
+    return STATUS[result.outcome]
+
+
+def _refuse_unused(options: Mapping[str, object], compared: str) -> None:
+    """Refuse options that a comparison would ignore."""
+    for name, value in options.items():
+        if value is not None:
+            raise HarnessError(
+                Code.BAD_OPTION, f"a comparison of {compared} does not take it", where=name, actual=value
+            )

@@ -49,7 +49,7 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     if (path / MANIFEST_NAME).is_file():
         return recording_tables(path)
     if path.is_dir():
-        return tensor_tables(path) if _is_dump(path) else _inspect_checkpoint(Checkpoint(path))
+        return tensor_tables(path) if is_dump(path) else _inspect_checkpoint(Checkpoint(path))
     if not exists(path):
         what = "there is no such file or folder"
         raise HarnessError(Code.NOT_A_CHECKPOINT, what, where=path, hint="check the path")
@@ -60,7 +60,7 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     return file_tables("file", path, {path: read_header(path)})
 
 
-def _is_dump(folder: Path) -> bool:
+def is_dump(folder: Path) -> bool:
     """Whether a folder holds tensors, and nowhere what only a checkpoint or a recording has."""
     inside = list(folder.rglob("*"))
     if {CONFIG_NAME, INDEX_NAME, MANIFEST_NAME, WEIGHTS_NAME} & {path.name for path in inside}:

@@ -1,4 +1,4 @@
-"""Tensors that people have dumped: a folder of `.npy`, `.safetensors` and `.pt` files, nested or not.
+"""Tensors that people have dumped: a folder of `.npy`, `.npz`, `.safetensors` and `.pt` files, nested or not.
 
 The files are mapped into memory, which may be smaller than a file. Each reader yields the names in a file and their
 tensors, or why one is left out. What would run code is refused: nothing is unpickled.
@@ -35,11 +35,28 @@ def _numpy_array(path: Path) -> Iterator[tuple[str, torch.Tensor | str]]:
     if array.dtype.hasobject:
         hint = "np.save(path, array.astype(np.float32))"
         _refuse(path, "the array holds Python objects, which are never unpickled", actual=array.dtype, hint=hint)
-    if array.dtype.name not in _OF_NUMPY or not array.size:
-        yield "", f"no floating-point numbers ({array.dtype}, shape {list(array.shape)})"
-    else:
-        _check_size(path, "", array.nbytes)
-        yield "", _kept(torch.from_numpy(np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")))
+    yield "", _of_array(path, "", array)
+
+
+def _numpy_archive(path: Path) -> Iterator[tuple[str, torch.Tensor | str]]:
+    """Yield the arrays of `np.savez`, each read when its turn comes."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            for member in archive.zip.infolist():
+                name = member.filename.removesuffix(".npy")
+                _check_size(path, name, member.file_size)
+                yield name, _of_array(path, name, archive[name])
+    except HarnessError:
+        raise
+    except Exception as error:  # zipfile and its decompressors may raise anything on a damaged archive
+        _refuse(path, f"the archive cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}")
+
+
+def _of_array(path: Path, name: str, array: np.ndarray) -> torch.Tensor | str:
+    if not isinstance(array, np.ndarray) or array.dtype.name not in _OF_NUMPY or not array.size:
+        return f"no floating-point numbers ({getattr(array, 'dtype', 'bytes')}, shape {list(np.shape(array))})"
+    _check_size(path, name, array.nbytes)
+    return torch.from_numpy(np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
 def _mapped(path: Path) -> np.memmap:
@@ -67,7 +84,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor | str]]:
                     yield entry.name, f"no floating-point numbers ({entry.dtype}, shape {list(entry.shape)})"
                 else:
                     _check_size(path, entry.name, entry.num_bytes)
-                    yield entry.name, _kept(file.get_tensor(entry.name))
+                    yield entry.name, file.get_tensor(entry.name)
     except SafetensorError as error:
         _refuse(path, f"the file cannot be read: {error}")
 
@@ -122,6 +139,7 @@ def _nested(value: object, name: str, depth: int) -> Iterator[tuple[str, torch.T
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[str, torch.Tensor | str]]]] = {
     ".npy": _numpy_array,
+    ".npz": _numpy_archive,
     ".safetensors": _safetensors,
     ".pt": _torch_save,
     ".pth": _torch_save,
@@ -184,31 +202,73 @@ def read_tensors(folder: Path) -> TensorFiles:
             it has none; BAD_TENSOR_FILE: a file is damaged, would run code, or has a tensor that is too large;
             DAMAGED_SAFETENSORS.
     """
-    tensors: dict[str, NamedTensor] = {}
-    left_out: list[str] = []
-    for path in _files(folder):
-        shown = str(path.relative_to(folder))
-        read = READERS.get(path.suffix.lower())
-        if read is None or not path.is_file():
-            left_out.append(f"{shown}: no file of tensors" if path.is_file() else f"{shown}: no regular file")
-            continue
-        for inner, tensor in read(path):
-            name = f"{shown}: {inner}" if inner else shown
-            if isinstance(tensor, str):
-                left_out.append(f"{name}: {tensor}")
-            elif name in tensors:
-                _refuse_folder(
-                    "two tensors have one name", where=path, actual=inner, hint="give each a name of its own"
-                )
-            else:
-                tensors[name] = NamedTensor(name, tensor)
-    if not tensors:
-        suffixes = ", ".join(READERS)
-        actual = f"{len(left_out)} others: {'; '.join(left_out[:3])}" if left_out else "an empty folder"
-        _refuse_folder(
-            "the folder has no tensors", where=folder, expected=f"floating-point tensors in {suffixes}", actual=actual
-        )
-    return TensorFiles(tensors=tuple(tensors.values()), left_out=tuple(left_out))
+    source = TensorFolder(folder)
+    tensors = tuple(NamedTensor(item.name, _kept(item.tensor)) for item in source.tensors())
+    return TensorFiles(tensors=tensors, left_out=tuple(source.left_out))
+
+
+class TensorFolder:
+    """The tensors of a folder, one at a time: a folder may be larger than memory."""
+
+    def __init__(self, folder: Path) -> None:
+        """Look at the files; raises as `read_tensors`."""
+        self.path = folder
+        self.left_out: list[str] = []
+        """Files and tensors that were not read, each with the reason."""
+        self.places: dict[str, tuple[Path, str]] = {}
+        """File of each tensor that was read, and the name in it, which may be empty."""
+        self._stamps = _stamps(folder)
+        self._cursor: tuple[Path, Iterator[tuple[str, torch.Tensor | str]]] | None = None
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Go through the tensors, file by file in the order of their names; raises as `read_tensors`."""
+        for path in self._stamps:
+            shown = str(path.relative_to(self.path))
+            read = READERS.get(path.suffix.lower())
+            if read is None or not path.is_file():
+                self.left_out.append(f"{shown}: no file of tensors" if path.is_file() else f"{shown}: no regular file")
+                continue
+            for inner, tensor in read(path):
+                name = f"{shown}: {inner}" if inner else shown
+                if isinstance(tensor, str):
+                    self.left_out.append(f"{name}: {tensor}")
+                elif name in self.places:
+                    what, hint = "two tensors have one name", "give each a name of its own"
+                    _refuse_folder(what, where=path, actual=inner, hint=hint)
+                else:
+                    self.places[name] = path, inner
+                    yield NamedTensor(name, tensor)
+        if not self.places:
+            suffixes, left = ", ".join(READERS), self.left_out
+            actual = f"{len(left)} others: {'; '.join(left[:3])}" if left else "an empty folder"
+            expected = f"floating-point tensors in {suffixes}"
+            _refuse_folder("the folder has no tensors", where=self.path, expected=expected, actual=actual)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor again; the next one of the same file is near. Raises as `read_tensors`."""
+        path, inner = self.places[name]
+        for _from_the_begin in (False, True):
+            if self._cursor is None or self._cursor[0] != path:
+                self._cursor = path, READERS[path.suffix.lower()](path)
+            for at, tensor in self._cursor[1]:
+                if at == inner and isinstance(tensor, torch.Tensor):
+                    return tensor
+            self._cursor = None
+        self.check_unchanged()
+        raise AssertionError(f"{path} has lost {inner!r}")
+
+    def check_unchanged(self) -> None:
+        """Refuse files that were written since; raises HarnessError (BAD_TENSOR_FILE)."""
+        changed = dict(_stamps(self.path).items() ^ self._stamps.items())
+        if changed:
+            hint = "compare when the program that writes the folder has ended"
+            _refuse(min(changed), "the file was changed while it was read", hint=hint)
+
+
+def _stamps(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    """Return, for each file, what changes when it is written again."""
+    stats = {path: path.lstat() for path in _files(folder)}
+    return {path: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for path, stat in stats.items()}
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -231,4 +291,4 @@ def _refuse_folder(
     raise HarnessError(Code.BAD_TENSOR_FOLDER, what, where=where, expected=expected, actual=actual, hint=hint)
 
 
-__all__ = ["NamedTensor", "TensorFiles", "read_tensors"]
+__all__ = ["NamedTensor", "TensorFiles", "TensorFolder", "read_tensors"]

@@ -29,7 +29,9 @@ OPTIONS = {
         "--truth --prompt --prompt-file --token-ids --max-new-tokens --lora --mtp --case --schedule "
         "--local-files-only --format"
     ),
-    "diff": "expected actual --model --lora --device --truth --taps --lacking --require --local-files-only --format",
+    "diff": (
+        "expected actual --model --lora --device --truth --taps --lacking --require --close --local-files-only --format"
+    ),
     "inspect": (
         "path beside --tensor --row --slice --against --before --map --model --hf --engine --engine-option "
         "--engine-timeout --engine-python --dtype --device --mtp --local-files-only --format"

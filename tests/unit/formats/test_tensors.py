@@ -152,7 +152,7 @@ def test_a_folder_without_tensors_is_refused(tmp_path):
     error = refusal(tmp_path)
     assert (error.code, error.what) == (Code.BAD_TENSOR_FOLDER, "the folder has no tensors")
     assert (error.expected, error.actual) == (
-        "floating-point tensors in .npy, .safetensors, .pt, .pth",
+        "floating-point tensors in .npy, .npz, .safetensors, .pt, .pth",
         "an empty folder",
     )
     (tmp_path / "dump.json").write_text("{}")
