@@ -121,9 +121,7 @@ def test_steps_are_looked_at_up_to_a_number(monkeypatch):
         assert (explained(*steps, request=2) is not None) == is_seen
 
 
-# The same causes planted in recordings of the reference engine and of HF.
-
-LENGTHS = (37, 11)
+# In a recording of the reference engine.
 
 
 def recorded_explained(bench, choose):
@@ -145,36 +143,6 @@ def test_choices_in_a_recording(bench):
     assert explanation.scope == "10 choices: request 0 position 36, request 1 position 10, request 0 position 37"
     assert recorded_explained(bench, lambda logits: logits.argmin(1)).cause == "the smallest logit is chosen"
     assert recorded_explained(bench, lambda logits: logits.topk(9).indices[:, 7]).cause.endswith("not greedy")
-
-
-def test_rows(bench):
-    causes = {recorded_explained(bench, lambda logits: logits[0].argmax().expand(len(logits))).cause}
-    causes.add(recorded_explained(bench, lambda logits: logits.roll(1, dims=0).argmax(1)).cause)
-    assert causes <= {
-        "the token is chosen from the first row's logits",
-        "the token is chosen from the last row's logits",
-        "the token is chosen from another row's logits",
-    }
-
-
-def test_rounded_logits(bench):
-
-    def last_of_the_ties(logits):
-        low = logits.bfloat16()
-        return len(low[0]) - 1 - (low == low.amax(1, keepdim=True)).flip(1).int().argmax(1)
-
-    tied = {}
-    for step in bench.steps("lm_head"):
-        logits = step.tap("lm_head").clone()
-        best = logits.argmax(1)
-        logits[torch.arange(len(logits)), (best + 1) % logits.shape[1]] = logits.amax(1) * (1 - 1e-4)
-        tied[step.index] = {"lm_head": logits}
-    for step in bench.steps("lm_head"):
-        sampled = step.sampled.clone()
-        sampled[sampled >= 0] = last_of_the_ties(tied[step.index]["lm_head"])
-        tied[step.index]["sampled"] = sampled
-    explanation = bench.explained(bench.replaced(tied), "lm_head", Code.TOKENS_DIFFER, request=1, position=12)
-    assert explanation is None or explanation.cause == "the logits are rounded to bfloat16 before the argmax"
 
 
 def test_one_wrong_choice_is_named_by_its_place(bench):

@@ -10,7 +10,7 @@ from harness.judge.explain.attention import masks, softmax
 from harness.judge.explain.attention.softmax import fitted_factor
 
 from ..toy_attention import BLOCK, PLACES, N, Toy, step_of
-from ..toys import assert_outputs, by_cause
+from ..toys import assert_outputs, by_cause, named
 from .test_scores import (
     ADDED,
     FOREIGN_CAP,
@@ -57,6 +57,12 @@ def test_the_shortest_and_the_longest_span(toy, cause, number):
     hypotheses = by_cause(masks.wrong_window, failure)
     assert len(hypotheses) == len(SPANS)
     torch.testing.assert_close(hypotheses[cause.format(number)].output, failure.actual)
+
+
+def test_a_fitted_cause_with_the_numbers_of_an_unfitted_one_is_dropped(toy):
+    """A row that sees its last token alone sees the last piece of any."""
+    explanation = named(toy.failure(attended(toy, sees=SPANS["a row sees only the last {} tokens"](1))))
+    assert (explanation.cause, explanation.num_fitted) == ("split KV: only the last piece counts", 0)
 
 
 def test_masked_scores_that_are_lowered_by_so_much_that_no_row_shows_it(toy):

@@ -1,7 +1,5 @@
 """Coarser, scaled, reordered and flipped content of the cache, on rows of numbers of our own."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -9,11 +7,10 @@ from harness.base.metrics import rounding_unit
 from harness.errors import Code
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.cache import entries, formats
-from harness.judge.explain.cache.entries import single_bits
 from harness.judge.explain.causes import EXPLANATIONS
 
 from ..toy_attention import K_CACHE, KEY, PLACES, READBACK, H, K, Toy, graph
-from ..toys import ToyModel, assert_outputs, by_cause, failure_of, outputs, random, recorded
+from ..toys import ToyModel, assert_outputs, by_cause, failure_of, named, outputs, random, recorded
 
 OPERATION = Operation(tap=K_CACHE, kind=Kind.CACHE, inputs=(KEY,))
 ROWS, HEADS, HEAD_DIM = 40, 3, 4
@@ -280,106 +277,45 @@ def test_every_explanation_is_tried(tmp_path):
     assert "what comes back is that with a gain of 0.5" in tried
 
 
-# The same causes planted in recordings of the reference engine and of HF.
+# What the trial names of it.
+
+HEADS_OF_ROWS = WRITTEN.unflatten(1, (-1, HEAD_DIM))
+MISTAKES = {
+    f"{LOWER}: float8_e4m3fn": (WRITTEN / 0.03).to(torch.float8_e4m3fn).double() * 0.03,
+    f"{LOWER}: float16": WRITTEN.half().double(),
+    f"{LOWER}: int8": in_pieces(HEAD_DIM, levels),
+    "what is cached is cut off to bfloat16 instead of rounded": (
+        (WRITTEN.float().view(torch.int32) & -(1 << 16)).view(torch.float32).double()
+    ),
+    "what comes back is that with a gain of 0.5": 0.5 * WRITTEN,
+    "each head comes back with a gain of its own": (
+        (HEADS_OF_ROWS * torch.tensor([0.25, 3.0, 2.0])[:, None]).flatten(1)
+    ),
+    "the heads come back in another order: [2, 1, 0]": HEADS_OF_ROWS.flip(1).flatten(1),
+    EXCHANGED: HEADS_OF_ROWS.transpose(1, 2).flatten(1),
+    "one bit is flipped: bit 20 of the mantissa": flipped(
+        WRITTEN, 20, [(row, 5) for row in range(ROWS)], torch.float32
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", MISTAKES)
+def test_a_mistake_is_named(of, cause):
+    explanation = named(of(MISTAKES[cause], WRITTEN.float().double()))
+    assert (explanation.cause, explanation.is_cause) == (cause, True)
+
+
+def test_a_static_scale_is_fitted_and_noise_has_no_cause(of):
+    explanation = named(of((WRITTEN / 0.02).round().clamp(-127, 127) * 0.02))
+    assert (explanation.cause, explanation.num_fitted) == (f"{LOWER}: int8", 1)
+    noise = 1 + 0.05 * random(*WRITTEN.shape, seed=7)
+    explanation = named(of((WRITTEN * noise).bfloat16().double(), WRITTEN, torch.bfloat16))
+    assert (explanation.cause, explanation.is_cause) == ("the slot holds what no recorded row has", False)
+
+
+# In a recording of the reference engine.
 
 TAP = "model.layers.1.k_cache"
-
-
-def explain(bench, tensor):
-    return bench.explain(TAP, tensor, code=Code.CACHE_DIFFERS)
-
-
-def int8(x, dim):
-    scale = x.abs().amax(dim=dim, keepdim=True) / 127
-    return (x / scale).round() * scale
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_formats(bench_of, dtype):
-    bench = bench_of(dtype=dtype)
-    right = bench.tap(TAP)
-    heads = right.unflatten(1, (-1, bench.head_dim))
-    wrong = {
-        "the cache is in a lower dtype: float8_e4m3fn": (right / 0.03).to(torch.float8_e4m3fn).double() * 0.03,
-        "the cache is in a lower dtype: int8": int8(heads, 2).flatten(1),
-        "what comes back is that with a gain of 0.5": right * 0.5,
-        "the heads come back in another order: [1, 0]": heads.flip(1).flatten(1),
-        "heads and elements of a row are exchanged: it is written as [heads, elements] and read as the reverse": (
-            heads.transpose(1, 2).flatten(1)
-        ),
-    }
-    for cause, tensor in wrong.items():
-        explanation = explain(bench, tensor)
-        assert explanation.cause == cause
-        assert explanation.is_cause
-    static = (right / 0.02).round().clamp(-127, 127) * 0.02
-    explanation = explain(bench, static)
-    assert explanation.cause == "the cache is in a lower dtype: int8"
-    assert explanation.num_fitted == 1
-
-
-def test_cut_off(bench):
-    bits = bench.tap(TAP).float().view(torch.int32) & -(1 << 16)
-    explanation = explain(bench, bits.view(torch.float32).double())
-    assert explanation.cause == "what is cached is cut off to bfloat16 instead of rounded"
-
-
-def test_gains_of_heads(bench):
-    heads = bench.tap(TAP).unflatten(1, (-1, bench.head_dim))
-    explanation = explain(bench, (heads * torch.tensor([0.25, 3.0])[:, None]).flatten(1))
-    assert explanation.cause == "each head comes back with a gain of its own"
-    assert explanation.detail == "by head: 0.25, 3"
-
-
-def test_one_bit_in_a_recording(bench_of):
-    bench = bench_of(dtype=torch.bfloat16)
-    wrong = bench.tap(TAP)
-    wrong[:, 5] = (wrong[:, 5].bfloat16().view(torch.int16) ^ (1 << 3)).view(torch.bfloat16).double()
-    explanation = explain(bench, wrong)
-    assert explanation.cause == "one bit is flipped: bit 3 of the mantissa"
-    assert explanation.detail == "element 5 of KV head 0, in every wrong row"
-
-
-@pytest.mark.parametrize(("bit", "name"), [
-    (0, "bit 0 of the mantissa"), (6, "bit 6 of the mantissa"), (7, "bit 0 of the exponent"),
-    (9, "bit 2 of the exponent"), (15, "the sign"),
-])  # fmt: skip
-def test_a_flipped_bit_is_named_by_what_it_is_in_the_number(bench_of, bit, name):
-    bench = bench_of(dtype=torch.bfloat16)
-    wrong = bench.tap(TAP).bfloat16().view(torch.int16)
-    wrong[:, 5] = wrong[:, 5] ^ (1 << bit if bit < 15 else -(1 << 15))
-    explanation = explain(bench, wrong.view(torch.bfloat16).double())
-    assert explanation.cause == f"one bit is flipped: {name}"
-
-
-def recorded_flipped(*places, bit=4):
-    """The hypotheses on bits of three rows of zeros and ones, where one bit differs at some places."""
-    written = torch.ones(3, 8).bfloat16().view(torch.int16)
-    actual = written.clone()
-    for row, element in places:
-        actual[row, element] ^= 1 << bit
-    actual, written = (x.view(torch.bfloat16).double() for x in (actual, written))
-    hf = SimpleNamespace(head_dim=4)
-    return list(
-        single_bits(SimpleNamespace(dtype=torch.bfloat16, actual=actual, expected=written, hf=hf, rows=range(3)))
-    )
-
-
-def test_bits_of_one_element_and_of_several():
-    (one,) = recorded_flipped((0, 6), (1, 6), (2, 6))
-    assert (one.detail, one.num_fitted) == ("element 2 of KV head 1, in every wrong row", 1)
-    (several,) = recorded_flipped((0, 6), (1, 5))
-    assert (several.detail, several.num_fitted) == ("in 2 elements of 3 rows", 4)
-    assert recorded_flipped() == []
-
-
-def test_noise_has_no_cause(bench_of):
-    bench = bench_of(dtype=torch.bfloat16)
-    right = bench.tap(TAP)
-    noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    explanation = explain(bench, (right * (1 + 0.05 * noise)).bfloat16().double())
-    assert not explanation.is_cause
-    assert explanation.cause == "the slot holds what no recorded row has"
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "float16"), (torch.float8_e4m3fn, "float8_e4m3fn")])
@@ -396,9 +332,3 @@ def test_an_overflow_of_the_cache(bench, dtype, name):
     read[:, 5] = torch.nan
     explanation = bench.explain(TAP, read, code=Code.CACHE_DIFFERS, **{"model.layers.1.k_rope": written})
     assert not explanation.is_cause
-
-
-def test_single_zeros_may_have_been_written_over(bench):
-    wrong = bench.tap(TAP)
-    wrong[5] = 0
-    assert explain(bench, wrong).cause == "zeros come back: never written, or written over with zeros"
