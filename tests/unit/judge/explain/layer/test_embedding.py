@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.layer import embedding
 
-from ..toys import ToyModel, by_cause, failure_of, random, recorded
+from ..toys import ToyModel, by_cause, failure_of, named, random, recorded
 
 TAP = "model.embed_tokens"
 OPERATION = Operation(tap=TAP, kind=Kind.EMBEDDING, source=TAP)
@@ -131,29 +132,15 @@ def test_the_root_of_the_width(of, dtype):
     torch.testing.assert_close(rounded.output, failure.expected * float(torch.tensor(6**0.5).to(dtype)))
 
 
-# The same causes planted in recordings of the reference engine and of HF.
-
-RECORDED_TAP = "model.embed_tokens"
-
-
-def test_tokens(bench):
-    table, rows = bench.weight(RECORDED_TAP), bench.rows(RECORDED_TAP)
-    tokens = [request.token_ids for request in bench.golden.requests]
-    right = torch.tensor([tokens[r][p] for r, p in zip(rows.request.tolist(), rows.position.tolist(), strict=True)])
-    before = torch.tensor(
-        [tokens[r][max(0, p - 1)] for r, p in zip(rows.request.tolist(), rows.position.tolist(), strict=True)]
-    )
-    explanation = bench.explain(RECORDED_TAP, table[before])
-    assert explanation.cause == "the embedding is that of the token before it"
-    assert (
-        bench.explain(RECORDED_TAP, table[(right + 3).clamp(max=255)]).cause == "the embedding is that of token id +3"
-    )
-    assert bench.explain(RECORDED_TAP, table[(right * 7) % 256]).cause == "the embedding is that of another token"
+def test_what_the_trial_names(of):
+    after = of(lambda r, p: TOKENS[r][p - 1], [(0, 1), (0, 4), (1, 2)])
+    assert named(after).cause == f"{THE}the token before it"
+    right = of(lambda r, p: TOKENS[r][p], PLACES)
+    cause = "the embedding is scaled by the root of the hidden size"
+    assert named(of_rows(right, right.expected * 6**0.5)).cause == cause
+    assert named(of_rows(right, right.expected * 0)).cause.startswith("the output is zero")
 
 
-def test_scale_and_zero(bench):
-    right = bench.tap(RECORDED_TAP)
-    assert bench.explain(RECORDED_TAP, right * right.shape[1] ** 0.5).cause.startswith(
-        "the embedding is scaled by the root"
-    )
-    assert bench.explain(RECORDED_TAP, right * 0).cause.startswith("the output is zero")
+def of_rows(failure, actual):
+    error = (actual - failure.expected).norm(dim=1) / failure.expected.norm(dim=1)
+    return replace(failure, actual=actual, roundings=error / rounding_unit(failure.dtype))

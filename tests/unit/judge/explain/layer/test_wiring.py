@@ -7,7 +7,7 @@ from torch import nn
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.explain.layer import wiring
 
-from ..toys import ToyModel, assert_outputs, by_cause, failure_of, random, recorded
+from ..toys import ToyModel, assert_outputs, by_cause, failure_of, named, random, recorded
 
 TAPS = [f"l.0.{name}" for name in ("one", "two", "three")]
 PARTS = [random(5, width, seed=width) for width in (4, 6, 2)]
@@ -37,56 +37,7 @@ def test_what_is_no_row_of_its_inputs_has_no_order():
     assert by_cause(wiring.other_order, failure((0,), 1)) == {}
 
 
-TAP, STREAM, BRANCH = "model.layers.1.attn_residual", "model.layers.0.output", "model.layers.1.self_attn.o_proj"
-NORMED = "model.layers.1.input_layernorm"
-
-
-def test_sides(bench):
-    stream, branch = bench.tap(STREAM), bench.tap(BRANCH)
-    wrong = {
-        "the residual is not added": branch,
-        "the branch is not added to the residual": stream,
-        "the branch is added twice": stream + 2 * branch,
-        "the residual is added twice": 2 * stream + branch,
-        "the branch is subtracted": stream - branch,
-        "the residual is taken after the norm, or the norm overwrites it in place": bench.tap(NORMED) + branch,
-        "model.layers.0.attn_residual is added in the place of output": bench.tap("model.layers.0.attn_residual")
-        + branch,
-        "the branch is in bfloat16": stream + branch.bfloat16().double(),
-        "the residual is in float16": stream.half().double() + branch,
-        "the addition is of values in bfloat16": stream.bfloat16().double() + branch.bfloat16().double(),
-    }
-    for cause, tensor in wrong.items():
-        explanation = bench.explain(TAP, tensor)
-        assert (explanation.cause, explanation.num_explained) == (cause, explanation.num_rows)
-
-
-def test_a_norm_in_place_that_stops_before_its_weight(bench):
-    normed = bench.tap(NORMED) / bench.weight(NORMED)
-    assert bench.explain(TAP, normed + bench.tap(BRANCH)).cause.endswith("in place, before its weight")
-
-
-def test_a_branch_with_a_factor(bench):
-    stream, branch = bench.tap("model.layers.0.output"), bench.tap("model.layers.1.self_attn.o_proj")
-    explanation = bench.explain("model.layers.1.attn_residual", stream + 0.22 * branch)
-    assert (explanation.cause, explanation.num_fitted) == ("the branch is added with a factor of 0.22", 1)
-
-
-def test_a_stream_with_a_factor(bench):
-    stream, branch = bench.tap(STREAM), bench.tap(BRANCH)
-    explanation = bench.explain(TAP, 0.7 * stream + branch)
-    assert (explanation.cause, explanation.num_fitted) == ("the residual is added with a factor of 0.7", 1)
-    explanation = bench.explain(TAP, 0.7 * stream + 1.2 * branch)
-    assert explanation.cause == "the residual is added with a factor of 0.7, and the branch with one of 1.2"
-    assert bench.explain(TAP, 0.7 * (stream + branch)).cause == "a constant gain of 0.7"
-
-
-def test_a_sum_that_is_cut_off(bench):
-    explanation = bench.explain(TAP, (bench.tap(STREAM) + bench.tap(BRANCH)).clamp(-0.5, 0.75))
-    assert (explanation.cause, explanation.num_fitted) == ("values outside of -0.5 to 0.75 are cut off", 2)
-
-
-# By hand: stream s and branch b, and what else a layer has.
+# An addition: stream s and branch b, and what else a layer has.
 
 STREAM_BEFORE, NORM, BRANCH_TAP, SUM = (
     "model.layers.0.output", "model.layers.1.input_layernorm", "model.layers.1.self_attn.o_proj",
@@ -94,6 +45,7 @@ STREAM_BEFORE, NORM, BRANCH_TAP, SUM = (
 )  # fmt: skip
 EARLIER, FAR, LATER = "model.layers.0.mlp.down_proj", "model.layers.2.mlp", "model.norm"
 S, B = random(4, 6, seed=1), random(4, 6, seed=2)
+IN_PLACE = "the residual is taken after the norm, or the norm overwrites it in place"
 
 
 def of(actual=None, *, inputs=(STREAM_BEFORE, BRANCH_TAP), taps=None, folder=None, dtype=torch.float32):
@@ -130,10 +82,10 @@ def test_the_stream_is_the_side_that_was_there_first(tmp_path, inputs):
         "the residual is added twice": (2, 1),
         "the branch is subtracted": (1, -1),
     }
-    named = {cause: item for cause, item in by_cause(wiring.other_addition, failure).items() if not item.num_fitted}
-    assert set(named) == set(coefficients)
+    unfitted = {cause: item for cause, item in by_cause(wiring.other_addition, failure).items() if not item.num_fitted}
+    assert set(unfitted) == set(coefficients)
     for cause, (s, b) in coefficients.items():
-        torch.testing.assert_close(named[cause].output, s * S + b * B, rtol=1e-9, atol=1e-12, msg=cause)
+        torch.testing.assert_close(unfitted[cause].output, s * S + b * B, rtol=1e-9, atol=1e-12, msg=cause)
 
 
 @pytest.mark.parametrize(("stream", "branch"), [(1, 0.25), (0.6, 1), (0.5, -2)])
@@ -158,8 +110,7 @@ def test_the_norm_in_the_streams_place(tmp_path, is_recorded):
     before = torch.stack([row / (sum(x * x for x in row) / 6 + 1e-6).sqrt() for row in S])
     kept = random(4, 6, seed=3)
     failure = of(folder=tmp_path / "r", taps={NORM: kept} if is_recorded else {"x": S})
-    cause = "the residual is taken after the norm, or the norm overwrites it in place"
-    expected = {cause: B + (kept if is_recorded else before * weight), f"{cause}, before its weight": before + B}
+    expected = {IN_PLACE: B + (kept if is_recorded else before * weight), f"{IN_PLACE}, before its weight": before + B}
     assert_outputs(wiring.residual_after_the_norm, failure, expected)
 
 
@@ -207,3 +158,34 @@ def test_sides_in_16_bits(tmp_path):
             f"the addition is of values in {name}": s + b,
         }
     assert_outputs(wiring.coarse_addition, of(folder=tmp_path / "r"), expected)
+
+
+def low(x, dtype=torch.bfloat16):
+    return x.to(dtype).double()
+
+
+NORMED = torch.nn.functional.rms_norm(S, (6,), eps=1e-6)
+MISTAKES = {
+    "the residual is not added": B,
+    "the branch is not added to the residual": S,
+    "the branch is added twice": S + 2 * B,
+    "the residual is added twice": 2 * S + B,
+    "the branch is subtracted": S - B,
+    IN_PLACE: torch.linspace(0.5, 2, 6) * NORMED + B,
+    f"{IN_PLACE}, before its weight": NORMED + B,
+    "the branch is in bfloat16": S + low(B),
+    "the residual is in float16": low(S, torch.float16) + B,
+    "the addition is of values in bfloat16": low(S) + low(B),
+    "the branch is added with a factor of 0.22": S + 0.22 * B,
+    "the residual is added with a factor of 0.7": 0.7 * S + B,
+    "the residual is added with a factor of 0.7, and the branch with one of 1.2": 0.7 * S + 1.2 * B,
+    "values outside of -0.5 to 0.75 are cut off": (S + B).clamp(-0.5, 0.75),
+}
+
+
+@pytest.mark.parametrize("cause", MISTAKES)
+def test_a_mistake_is_named(tmp_path, cause):
+    explanation = named(of(MISTAKES[cause], folder=tmp_path / "r"))
+    assert explanation.is_cause
+    assert explanation.cause.startswith(cause)
+    assert explanation.num_explained == explanation.num_rows
