@@ -77,6 +77,7 @@ _OTHERS = {
     "explain/trial/ranking": ("trial/test_trial.py", "trial/test_ranking.py", "trial/test_guard.py"),
     "explain/run": ("test_run.py", "layer/test_not_run.py", "cache/test_entries.py"),
     "explain/core/wrong_operation": ("core/test_wrong_operation.py", "rotary/test_frequencies.py"),
+    "explain/core/fit": ("core/test_fit.py",),
     "explain/core/rerun": ("core/test_rerun.py", "test_through.py"),
     "explain/cache/contents": (
         "cache/test_content_index.py",

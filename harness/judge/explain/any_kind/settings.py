@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from harness.formats.taps import Kind
+from harness.judge.explain.core.fit import fit_factor
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.oracle.attention import scaling
@@ -28,7 +29,6 @@ _FAR = 1e9
 """What stands for a limit or a cap that is left out."""
 _ALIKE = 0.25
 """Share of the error's energy that lies in the direction in which a setting moves the rows, for it to be fitted."""
-_MAX_STEPS, _NEAR_ENOUGH = 12, 1e-7
 NAMED = 2e-3
 """Relative distance up to which a fitted number is one that has been tried."""
 _SIZES = (
@@ -119,7 +119,7 @@ def _others(
 def fitted_setting(
     wrong: WrongOperation, under: Callable[[float], torch.Tensor | None], value: float, rerun_rows: torch.Tensor
 ) -> float | None:
-    """Return the value of a setting under which the rows come out nearest (Gauss-Newton, over its logarithm).
+    """Return the value of a setting under which the rows come out nearest; None if the error is another.
 
     Args:
         wrong: the rows that are wrong.
@@ -133,17 +133,7 @@ def fitted_setting(
     error, slope = wrong.actual - rerun_rows, (near - rerun_rows) / math.log(_SMALL)
     if float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
         return None
-    at = math.log(value)
-    for _ in range(_MAX_STEPS):
-        step = float((error * slope).sum() / slope.square().sum())
-        at += max(-1.0, min(1.0, step))
-        here, there = under(math.exp(at)), under(math.exp(at) * _SMALL)
-        if here is None or there is None or torch.equal(here, there):
-            return None
-        error, slope = wrong.actual - here, (there - here) / math.log(_SMALL)
-        if abs(step) < _NEAR_ENOUGH:
-            break
-    return math.exp(at)
+    return fit_factor(wrong.actual, under, value)
 
 
 def _nudged(

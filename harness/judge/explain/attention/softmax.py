@@ -12,10 +12,10 @@ import torch
 
 from harness.formats.taps import Kind
 from harness.judge.compare.evidence import AttentionContext
+from harness.judge.explain.core.fit import fit_by_search, fit_factor
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
-_NEWTON_STEPS, _SMALL = 4, 1.0001
 _PROBES = 8
 """Rows that a slope is fitted to."""
 _PADDED_HEADS = (64, 128, 256)
@@ -89,21 +89,12 @@ def _fitted_scale(wrong: WrongOperation) -> float:
     searched = fitted_factor(view.scale, lambda scale: wrong.misfit(rows, probe.attend(scale=scale)))
     if wrong.downstream is not None:
         return searched
-    refined = [_refined(wrong, scale) for scale in (searched, view.scale)]
-    errors = {item: (_of_scale(wrong, item) - wrong.actual).norm(dim=1) for item in (searched, *refined)}
+    under = partial(_of_scale, wrong)
+    refined = [fit_factor(wrong.actual, under, scale) or scale for scale in (searched, view.scale)]
+    errors = {item: (under(item) - wrong.actual).norm(dim=1) for item in (searched, *refined)}
     best = min(refined, key=lambda scale: float(errors[scale].norm()))
     # Where many rows have this factor exactly, the others have another cause.
     return searched if errors[searched].median() < _CLEARLY * errors[best].median() else best
-
-
-def _refined(wrong: WrongOperation, scale: float) -> float:
-    for _ in range(_NEWTON_STEPS):
-        here, there = _of_scale(wrong, scale), _of_scale(wrong, scale * _SMALL)
-        slope = (there - here) / math.log(_SMALL)
-        energy = float(slope.square().sum())
-        step = float(((wrong.actual - here) * slope).sum()) / energy if energy else 0.0
-        scale *= math.exp(max(-1.0, min(1.0, step)))
-    return scale
 
 
 def _of_scale(wrong: WrongOperation, scale: float) -> torch.Tensor:
@@ -199,16 +190,7 @@ def of_probabilities(wrong: WrongOperation, cause: str, probabilities: Probabili
 
 def fitted_factor(start: float, error: Callable[[float], float]) -> float:
     """Return the positive number with the smallest error, by a search over its logarithm."""
-
-    def at_logarithm(logarithm: float) -> float:
-        return error(math.exp(logarithm))
-
-    grid = [math.log(start) + step * _STEP for step in range(-_STEPS, _STEPS + 1)]
-    at, width = min(grid, key=at_logarithm), _STEP
-    for _ in range(50):
-        width *= 0.65
-        at = min((at - width, at, at + width), key=at_logarithm)
-    return math.exp(at)
+    return fit_by_search([start * math.exp(step * _STEP) for step in range(-_STEPS, _STEPS + 1)], error)
 
 
 def left_out(wrong: WrongOperation) -> Iterator[Hypothesis]:

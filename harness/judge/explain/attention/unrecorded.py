@@ -13,14 +13,15 @@ import torch
 from harness.formats.taps import Kind
 from harness.judge.compare.align import Rows
 from harness.judge.compare.evidence import AttentionContext, histories
+from harness.judge.explain.core.fit import fit_by_search
 from harness.judge.explain.core.wrong_operation import Downstream, Hypothesis, WrongOperation
 from harness.judge.explain.rotary import frequencies, rotation
 from harness.judge.explain.rotary.positions import places_in_step
 from harness.oracle.rotation import Rotation, rotations
 
 _PROBED_ROWS = 6
-_LN_THETAS = [math.log(1e2) + step / 10 for step in range(160)]
-"""Logarithms of the bases from 100 to 900 million among which the best one is looked for."""
+_GRID_OF_THETAS = [1e2 * math.exp(step / 10) for step in range(160)]
+"""Bases from 100 to 900 million among which the best one is looked for."""
 _ROTATED_WRONGLY = (
     rotation.other_pairs,
     rotation.not_rotated,
@@ -118,12 +119,12 @@ def _of_another_theta(wrong: WrongOperation, sides: _Sides, right: Rotation) -> 
     if "rope_theta" not in parameters:
         return
 
-    def of(ln_theta: float) -> Rotation | None:
-        return frequencies.with_parameters(sides.query, right, {**parameters, "rope_theta": math.exp(ln_theta)})
+    def of(theta: float) -> Rotation | None:
+        return frequencies.with_parameters(sides.query, right, {**parameters, "rope_theta": theta})
 
-    best = _best(wrong, sides, _LN_THETAS, of)
-    fitted = None if best is None else float(f"{math.exp(best):.6g}")
-    changed = None if fitted is None else of(math.log(fitted))
+    best = _best(wrong, sides, _GRID_OF_THETAS, of)
+    fitted = None if best is None else float(f"{best:.6g}")
+    changed = None if fitted is None else of(fitted)
     if changed is not None:
         cause = f"wrong rope theta: {fitted:.3g} instead of {float(parameters['rope_theta']):g}"
         yield _of_rotation(wrong, sides, changed, cause, num_fitted=1)
@@ -163,13 +164,8 @@ def _best(
         key = changed.turn(raw_key, positions).view_as(view.key)
         return wrong.misfit(rows, replace(probe, query=query, key=key).attend())
 
-    at, width = min(grid, key=error), grid[1] - grid[0]
-    if not math.isfinite(error(at)):
-        return None
-    for _ in range(24):
-        width *= 0.6
-        at = min((at - width, at, at + width), key=error)
-    return at
+    at = fit_by_search(grid, error)
+    return at if math.isfinite(error(at)) else None
 
 
 def rotated_though_none(wrong: WrongOperation) -> Iterator[Hypothesis]:

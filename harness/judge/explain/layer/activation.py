@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from harness.judge.explain.core.fit import fit_factor
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of
 from harness.judge.explain.core.rerun import activation_of, factors_of
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
@@ -25,7 +26,6 @@ _CAPS = (15.0, 20.0, 30.0, 50.0)
 """Soft caps in published models."""
 _MIN_CUT = 3
 """Elements that a limit must have cut off: the largest of all is always one."""
-_NEWTON_STEPS = 30
 _SAME_CAP = 1e-3
 """Relative distance up to which a fitted cap is the model's own."""
 _FARTHEST = 50.0
@@ -133,20 +133,10 @@ def _capped(wrong: WrongOperation, cap: float, num_fitted: int) -> Hypothesis:
 def _fitted_cap(y: torch.Tensor, x: torch.Tensor) -> float | None:
     """Return the cap that takes x nearest to y, [R, W] each; None if none would be seen.
 
-    One over the cap, c, is fitted by Newton's steps, which begin where the series has it:
-    tanh(c x) / c = x - c**2 x**3 / 3.
+    The steps begin where the series has it, with c as one over the cap: tanh(c x) / c = x - c**2 x**3 / 3.
     """
     curvature = float(((x - y) * x**3).sum() / (x**6).sum().clamp(min=torch.finfo(torch.float64).tiny))
     if curvature <= 0:
         return None
-    c = (3 * curvature) ** 0.5
-    for _ in range(_NEWTON_STEPS):
-        bent = torch.tanh(c * x)
-        value = bent / c
-        slope = (x * (1 - bent.square()) - value) / c
-        energy = float(slope.square().sum())
-        if not energy:
-            return None
-        step = float(((y - value) * slope).sum()) / energy
-        c = min(max(c + step, c / 2), 2 * c)
-    return 1 / c if 1 / c < _FARTHEST * float(x.abs().max()) else None
+    cap = fit_factor(y, lambda cap: cap * torch.tanh(x / cap), (3 * curvature) ** -0.5)
+    return cap if cap is not None and cap < _FARTHEST * float(x.abs().max()) else None

@@ -12,17 +12,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from harness.judge.explain.core.fit import fit_by_search
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.rotary.rotation import Causes, turned_by, with_rotation
 from harness.oracle.rotation import Rotation
 
 _THETAS = (1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 """Bases that published models use."""
-_LN_THETAS = [math.log(1e2) + step / 25 for step in range(400)]
-"""Logarithms of the bases from 100 to 900 million among which the best one is looked for."""
+_GRID_OF_THETAS = [1e2 * math.exp(step / 25) for step in range(400)]
+"""Bases from 100 to 900 million among which the best one is looked for."""
 _FACTORS = (0.5, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
-_LN_FACTORS = [math.log(1 / 64) + step / 50 for step in range(416)]
-"""Logarithms of the factors from 1/64 to 64 among which the best one is looked for."""
+_GRID_OF_FACTORS = [math.exp(step / 50) / 64 for step in range(416)]
+"""Factors from 1/64 to 64 among which the best one is looked for."""
 _USUAL_VALUES: dict[str, tuple[float, ...]] = {
     "factor": (1.0, *_FACTORS),
     "low_freq_factor": (1.0, 2.0, 4.0, 8.0),
@@ -144,22 +145,17 @@ def _fitted_stretch(wrong: WrongOperation, right: Rotation) -> float | None:
     if turned.shape[1] != len(frequencies):
         return None
 
-    def fit(ln_factor: float) -> float:
-        phases = wrong.positions[:, None] * frequencies / math.exp(ln_factor)
-        return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
+    def error(factor: float) -> float:
+        return -_agreement(turned, wrong.positions[:, None] * frequencies / factor)
 
-    factor = math.exp(_best_of(_LN_FACTORS, fit))
+    factor = fit_by_search(_GRID_OF_FACTORS, error)
     rounded = float(f"{factor:.3g}")
     return None if rounded in (1.0, *_FACTORS) else rounded
 
 
-def _best_of(grid: list[float], fit: Callable[[float], float]) -> float:
-    """Return where a function is largest: the best place of an even grid, refined."""
-    at, width = max(grid, key=fit), grid[1] - grid[0]
-    for _ in range(30):
-        width *= 0.6
-        at = max((at - width, at, at + width), key=fit)
-    return at
+def _agreement(turned: torch.Tensor, phases: torch.Tensor) -> float:
+    """Return how nearly the pairs [R, P], as complex numbers, turned by these angles."""
+    return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
 
 
 @with_rotation
@@ -209,14 +205,13 @@ def _fitted_thetas(
         return []
     turned = turned_by(wrong, right)
 
-    def fit(ln_theta: float) -> float:
-        changed = based_on(wrong, right, math.exp(ln_theta))
+    def error(theta: float) -> float:
+        changed = based_on(wrong, right, theta)
         if changed is None:
             return 0.0
-        phases = wrong.positions[:, None] * changed.frequencies.to(torch.float64)
-        return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
+        return -_agreement(turned, wrong.positions[:, None] * changed.frequencies.to(torch.float64))
 
-    theta = math.exp(_best_of(_LN_THETAS, fit))
+    theta = fit_by_search(_GRID_OF_THETAS, error)
     return [float(f"{theta:.2g}"), float(f"{theta:.6g}")]
 
 

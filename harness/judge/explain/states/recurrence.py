@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import KINDS, Kind, Operation
 from harness.judge.compare.align import Rows
+from harness.judge.explain.core.fit import fit_by_steps
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered
@@ -35,11 +36,10 @@ Convolved = dict[tuple[int, _Row], torch.Tensor]
 """[C] that a convolution gives at a row, by the number of the convolution in the order of the run."""
 _LOGARITHMS = ("A_log",)
 """Parameters whose exponential, with the sign turned, is the rate of the decay."""
-_MAX_NEWTON_STEPS = 6
 _NAMED = 1e-3
 """Distance up to which a fitted factor is one that has a name."""
 _SMALL = 1e-4
-"""Step by which a derivative is taken."""
+"""Shift up to which a logarithm is the right one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,26 +403,14 @@ def _fitted(recurrence: Recurrence, parameter: torch.nn.Parameter, label: str) -
 
 
 def _best(recurrence: Recurrence, parameter: torch.nn.Parameter, change: Any) -> tuple[float, torch.Tensor | None]:
-    """Return the size of a change under which the output is nearest, and the output (Gauss-Newton, one number)."""
-    size, actual = 0.0, recurrence.wrong.actual
-    for _ in range(_MAX_NEWTON_STEPS):
-        outputs = []
-        for item in (size, size + _SMALL):
-            with replaced(parameter, "data", change(item)):
-                outputs.append(recurrence.run())
-        here, there = outputs
-        if here is None or there is None or not bool(here.isfinite().all()):
-            return 0.0, None
-        slope = (there - here) / _SMALL
-        energy = float(slope.square().sum())
-        if energy == 0:
-            return 0.0, None
-        step = float(((actual - here) * slope).sum()) / energy
-        size += max(-1.0, min(1.0, step))
-        if abs(step) < _SMALL * _SMALL:
-            break
-    with replaced(parameter, "data", change(size)):
-        return size, recurrence.run()
+    """Return the size of a change under which the output is nearest, and the output."""
+
+    def under(size: float) -> torch.Tensor | None:
+        with replaced(parameter, "data", change(size)):
+            return recurrence.run()
+
+    size = fit_by_steps(recurrence.wrong.actual, under)
+    return (0.0, None) if size is None else (size, under(size))
 
 
 def _of_other_layers(recurrence: Recurrence, path: str, name: str) -> Iterator[tuple[int, torch.Tensor]]:
