@@ -39,15 +39,17 @@ from harness.results.check import Effect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalJudgement:
-    """The result of forced replay."""
+    """The result of forced replay: of operations, or of states that were read back."""
 
-    errors: Mapping[str, LocalErrors]
+    errors: Mapping[str, LocalErrors] = field(default_factory=dict)
     """By tap, in the order of the run."""
-    evidence: Mapping[str, Evidence]
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
     """Of taps with wrong rows."""
     is_partial: bool = False
     """Whether the replay ended at the first part of the model with a wrong operation: later parts were not judged."""
     sampled: SampledRows = field(default_factory=SampledRows)
+    left_out: tuple[str, ...] = ()
+    """Positions of each request whose states were not judged, as text: the truth would have to run too many tokens."""
 
 
 @dataclass(slots=True)

@@ -43,6 +43,15 @@ class PropagatedErrors:
         """[rows] bool: beyond the bound, where the expected side is finite."""
         return ~(self.ratio <= self.bound) & self.metrics.expected_norm.isfinite()
 
+    @staticmethod
+    def concat(parts: Sequence["PropagatedErrors"]) -> "PropagatedErrors":
+        """Join the distances of one tap in several chunks, all of the default bound."""
+        return PropagatedErrors(
+            rows=Rows.concat([part.rows for part in parts]),
+            metrics=RowMetrics.concat([part.metrics for part in parts]),
+            ratio=torch.cat([part.ratio for part in parts]),
+        )
+
 
 @dataclass(slots=True)
 class Propagation:
@@ -52,21 +61,6 @@ class Propagation:
     logits: LogitResult | None = None
     other_choices: dict[str, Rows] = field(default_factory=dict)
     """Rows in which a router chose other indices than the golden's: later rows then differ by more than rounding."""
-
-
-@dataclass(slots=True)
-class _Parts:
-    """Results of one tap, chunk by chunk."""
-
-    rows: list[Rows] = field(default_factory=list)
-    metrics: list[RowMetrics] = field(default_factory=list)
-    noise: list[torch.Tensor] = field(default_factory=list)
-
-    def joined(self) -> PropagatedErrors:
-        metrics = RowMetrics.concat(self.metrics)
-        error, noise = metrics.relative_l2, torch.cat(self.noise)
-        ratio = torch.where((error == 0) & (noise == 0), 0.0, error / noise)
-        return PropagatedErrors(rows=Rows.concat(self.rows), metrics=metrics, ratio=ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +103,7 @@ def propagated_errors(
         usable: taps whose shape and dtype fit.
         sketched: taps of which `expected` holds sketches: their distances are estimated.
     """
-    result, parts, logits = Propagation(), dict[str, _Parts](), list[torch.Tensor]()
+    result, parts, logits = Propagation(), dict[str, list[PropagatedErrors]](), list[torch.Tensor]()
     other_choices: dict[str, list[Rows]] = {}
     choices = {tap for tap in usable if tap in graph and graph[tap].kind is Kind.CHOICE}
     known = _Noise(
@@ -129,13 +123,14 @@ def propagated_errors(
                 if bool(is_other.any()):
                     other_choices.setdefault(tap, []).append(rows.select(is_other))
                 continue
-            part = parts.setdefault(tap, _Parts())
-            part.rows.append(rows)
-            part.metrics.append((estimated_metrics if tap in sketched else row_metrics)(ours, theirs))
-            part.noise.append(known.of(tap, places))
+            metrics = (estimated_metrics if tap in sketched else row_metrics)(ours, theirs)
+            error, size = metrics.relative_l2, known.of(tap, places)
+            ratio = torch.where((error == 0) & (size == 0), 0.0, error / size)
+            parts.setdefault(tap, []).append(PropagatedErrors(rows=rows, metrics=metrics, ratio=ratio))
             if tap == graph.logits:
                 logits.append(logit_metrics(ours, theirs))
-    result.errors = _with_bounds({tap: part.joined() for tap, part in parts.items()}, known.floors, graph)
+    errors = {tap: PropagatedErrors.concat(chunk_errors) for tap, chunk_errors in parts.items()}
+    result.errors = _with_bounds(errors, known.floors, graph)
     result.other_choices = {tap: Rows.concat(rows) for tap, rows in other_choices.items()}
     result.logits = _logit_result(logits)
     return result

@@ -38,7 +38,7 @@ from harness.judge.compare.propagated import Propagation, position_errors, propa
 from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import slot_conflicts
 from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_part
-from harness.judge.compare.states import StateJudgement, StateRuns, judge_states
+from harness.judge.compare.states import StateRuns, judge_states
 from harness.judge.compare.tokens import compare_acceptance, compare_tokens, tie_margin
 from harness.judge.compare.triggers import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
@@ -169,7 +169,7 @@ class _Judgements:
     local: LocalJudgement
     errors: Mapping[str, LocalErrors]
     """Errors of operations that were judged separately, and of caches and states read back."""
-    states: StateJudgement
+    states: LocalJudgement
     runs: StateRuns | None
     propagation: Propagation
     judged: Sequence[TapJudgement]
@@ -186,7 +186,7 @@ def _judge(
 ) -> _Judgements:
     """Judge each operation separately, the caches and states, and the propagated errors."""
     actual, graph, usable = sides.actual, sides.graph, sides.usable
-    local, done = LocalJudgement(errors={}, evidence={}), list[Propagation]()
+    local, done = LocalJudgement(), list[Propagation]()
     with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
         beside.submit(
             lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable, sketched=sides.sketched)
@@ -202,7 +202,7 @@ def _judge(
     theirs = sides.theirs if _runs_as_the_golden(local) else None
     caches = cache_errors(sides.ours, graph, usable, theirs, sides.noise, sketched=sides.sketched)
     errors = {**local.errors, **{op.tap: cache for op, cache in caches}}
-    states, runs = StateJudgement(), None
+    states, runs = LocalJudgement(), None
     if hf is not None and not local.is_partial:
         runs = StateRuns(actual, hf, usable, replay_dtype(truth, actual, hf))
         states = judge_states(runs, graph, usable)

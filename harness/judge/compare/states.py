@@ -6,7 +6,7 @@ length run together, in high precision and as the control.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +18,7 @@ from harness.judge.compare.align import Prefixes, Rows, all_rows, is_readback, s
 from harness.judge.compare.batch import make_batches
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, control_bound
 from harness.judge.compare.evidence import Evidence
-from harness.judge.compare.local import control_arithmetic
+from harness.judge.compare.local import LocalJudgement, control_arithmetic
 from harness.judge.compare.replay import Judge, Replay
 from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import NOWHERE, RowSequence
@@ -45,18 +45,6 @@ class ReadState:
     """The last row that the state has to contain."""
     step: int
     """The step that read it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateJudgement:
-    """The states that were read back."""
-
-    errors: Mapping[str, LocalErrors] = field(default_factory=dict)
-    """By tap."""
-    evidence: Mapping[str, Evidence] = field(default_factory=dict)
-    """Of taps with wrong rows."""
-    left_out: tuple[str, ...] = ()
-    """Positions of each request that were not judged, as text: the truth would have to run too many tokens."""
 
 
 class StateRuns:
@@ -173,12 +161,12 @@ def sequence_of(line: Sequence[tuple[int, int, int]]) -> RowSequence:
     )
 
 
-def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> StateJudgement:
+def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> LocalJudgement:
     """Judge the states that were read back, within the budget of the truth."""
     operations = [op for op in graph if op.kind is Kind.STATE and op.tap in usable]
     reads = sorted({item for op in operations for item, _ in states_read(runs.recording, op.tap)})
     if not reads:
-        return StateJudgement()
+        return LocalJudgement()
     chosen = _affordable(reads, runs.recording)
     pairs = dict(zip(chosen, runs.pairs([runs.rows_of(read) for read in chosen]), strict=True))
     judgement = _judged(runs, graph, usable, operations, pairs)
@@ -191,7 +179,7 @@ def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> Stat
 
 def _judged(
     runs: StateRuns, graph: Graph, usable: Collection[str], operations: Sequence[Operation], pairs: "_Pairs"
-) -> StateJudgement:
+) -> LocalJudgement:
     """Judge the states that were read where the truth is known."""
     errors, evidence = dict[str, LocalErrors](), dict[str, Evidence]()
     for operation in operations:
@@ -202,10 +190,10 @@ def _judged(
             errors[operation.tap] = tap_errors
             if bool(tap_errors.bad.any()):
                 evidence[operation.tap] = _evidence(operation, known_reads, pairs, tap_errors)
-    return StateJudgement(errors=errors, evidence=evidence)
+    return LocalJudgement(errors=errors, evidence=evidence)
 
 
-def _before_the_first(reads: Sequence[ReadState], pairs: "_Pairs", judgement: StateJudgement) -> list[ReadState]:
+def _before_the_first(reads: Sequence[ReadState], pairs: "_Pairs", judgement: LocalJudgement) -> list[ReadState]:
     """Return the reads between the last right state and the first wrong one that were left out."""
     steps = [int(error.rows.step[error.bad].min()) for error in judgement.errors.values() if bool(error.bad.any())]
     if not steps:

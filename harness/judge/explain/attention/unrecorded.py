@@ -252,24 +252,21 @@ def unrecorded_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.T
     where = {place: at for at, place in enumerate(places.tolist())}
     order = torch.tensor([where[place] for place in kept.tolist()])
     expected = rerun.values[attention.tap][kept.to(rerun.hf.device)].flatten(1).to("cpu", torch.float64)
-    actual = wrong.actual[order]
+    behind = wrong.take(order)
     is_direct = wrong.operation.kind is Kind.LINEAR and wrong.operation.inputs == (attention.tap,)
 
     def push(context: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        direct = wrong.replay([context], wrong.positions[order][rows]) if is_direct else None
+        direct = wrong.replay([context], behind.positions[rows]) if is_direct else None
         return rerun.run({attention.tap: (kept[rows], context)})[kept[rows]] if direct is None else direct
 
     inner = replace(
-        wrong,
+        behind,
         operation=attention,
-        rows=wrong.rows.select(order),
-        actual=_guess(wrong, actual - wrong.expected[order], expected) if is_direct else expected,
+        actual=_guess(wrong, behind.actual - behind.expected, expected) if is_direct else expected,
         expected=expected,
         inputs=[],
-        roundings=wrong.roundings[order],
-        bound=wrong.bound[order],
         views=views,
-        downstream=Downstream(actual=actual, push=push),
+        downstream=Downstream(actual=behind.actual, push=push),
     )
     return inner, order
 

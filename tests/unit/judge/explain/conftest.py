@@ -133,7 +133,7 @@ class Bench:
         return explain_run(explanation, recording, self.golden, self.hf).findings[0].explanation
 
     def _judged(self, run: RunResult, recording: Recording, tap: str) -> Comparison:
-        graph, local, caches = self.hf.graph, LocalJudgement(errors={}, evidence={}), {}
+        graph, local, caches = self.hf.graph, LocalJudgement(), {}
         usable = {tap, *graph[tap].inputs} if tap in graph else set()
         if usable and graph[tap].kind is Kind.CACHE:
             theirs = Locator(self.golden.recording)
