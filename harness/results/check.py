@@ -307,6 +307,9 @@ class Coverage:
     """Sites, or single taps, that were not judged at all, nor through operations that use them."""
     states_left_out: Annotated[tuple[str, ...], UNION] = ()
     """Positions after which a state was read back and not judged: the truth would need to run too many tokens."""
+    rows_ambiguous: Annotated[int, TOTAL] = 0
+    """Rows that could not be told from others, by their token ids and the order of requests; none of their taps was
+    judged."""
     rows_left_out: Annotated[int, TOTAL] = 0
     """Rows at which products and attention were not judged, as a sample of rows was asked for."""
     least_rows_found: Annotated[int | None, LARGEST] = None

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from harness.cli.main import run
-from harness.engines.by_content.steps import watched_step
+from harness.engines.by_content.steps import watched_run
 
 from ..documentation import Page
 
@@ -30,7 +30,9 @@ def test_every_tap_of_the_fused_toy_is_found_in_arrays_without_names(tmp_path, m
     monkeypatch.syspath_prepend(Path(__file__).parent)
     engine = importlib.import_module("fused_engine").FusedEngine(checkpoints / "qwen2-tiny", torch.float32)
     ids = [5, 9, 14, 3, 8, 21, 4, 17, 6, 33, 12, 40, 7, 7, 90, 31]
-    for at, tensor in enumerate(watched_step(engine, [(0, ids, 0)]).values()):
+    tensors = {}
+    watched_run(engine, [(0, ids, 0)], lambda site, tensor: tensors.update({site: tensor.clone()}))
+    for at, tensor in enumerate(tensors.values()):
         np.save(tmp_path / f"{at * 7919 % 10007}.npy", tensor.numpy())
     options = ["--model", "qwen2-tiny", "--dtype", "float32", "--format", "json"]
     assert run(["check", "--tensors", str(tmp_path), "--token-ids", ",".join(map(str, ids)), *options]) == 0

@@ -9,7 +9,6 @@ it, or columns in another order.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from itertools import accumulate, pairwise
 
 import torch
@@ -216,17 +215,6 @@ _MOST_PADDING = 8
 """Rows that an engine adds to a small step, at most."""
 
 
-class RowOrder(Enum):
-    """How the rows of several requests lie in a tensor of one step."""
-
-    PACKED = auto()
-    """One after the other."""
-    PADDED_RIGHT = auto()
-    """Side by side in the first dimension, which is of requests; what is after the last row of each is padding."""
-    PADDED_LEFT = auto()
-    """Side by side as well; what is before the first row of each is padding."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
     """Where a tensor has one row for each token; what is after the last row is padding."""
@@ -245,24 +233,6 @@ class RowLayout:
                 return None
             first = first.reshape(len(first) // self.parts, -1)
         return first[:num_rows].reshape(num_rows, -1)
-
-    def rows_of(self, tensor: torch.Tensor, lengths: Sequence[int], order: RowOrder) -> torch.Tensor | None:
-        """Return the rows of several requests, one after the other, [all of them, any]; None if the tensor has less."""
-        if order is RowOrder.PACKED or len(lengths) == 1:
-            return self.rows(tensor, sum(lengths))
-        if self.parts > 1 or tensor.dim() <= self.dim:
-            return None
-        if not self.dim:  # requests and tokens as one dimension
-            if len(tensor) % len(lengths):
-                return None
-            tensor = tensor.unflatten(0, (len(lengths), -1))
-        padded = tensor.movedim(self.dim or 1, 1)
-        width = padded.shape[1]
-        if len(padded) != len(lengths) or width < max(lengths):
-            return None
-        begins = [width - length if order is RowOrder.PADDED_LEFT else 0 for length in lengths]
-        row_spans = zip(padded, begins, lengths, strict=True)
-        return torch.cat([rows[begin : begin + length].reshape(length, -1) for rows, begin, length in row_spans])
 
 
 def layouts_with_rows(tensor: torch.Tensor, num_rows: int) -> Iterator[tuple[RowLayout, torch.Tensor]]:

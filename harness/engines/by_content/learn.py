@@ -1,14 +1,26 @@
 """Learns the map of an engine from a few small steps: which of its tensors are which of HF's values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.engines.by_content.columns import RowOrder, relative_error
+from harness.engines.by_content.columns import relative_error
+from harness.engines.by_content.forwards import Forward, RowOrder, RowTeller, SiteRows, find_lookups, run_step
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
-from harness.engines.by_content.steps import Site, Stepper, one_token_steps, recomputes, tokens_ahead, watched_step
-from harness.engines.by_content.tap_map import MappedTap, TapMap
+from harness.engines.by_content.rows import RequestWork
+from harness.engines.by_content.steps import (
+    RETURNED,
+    Lookup,
+    Site,
+    Stepper,
+    Work,
+    recomputes,
+    tokens_ahead,
+    watched_run,
+)
+from harness.engines.by_content.tap_map import Batch, MappedTap, TapMap
 from harness.engines.by_content.tap_sites import LaterSteps, find_first
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Graph, Operation
@@ -17,6 +29,9 @@ from harness.oracle.model import HFModel
 
 _DRAWS_OF_QUANTISED = 3
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_NUM_ALONE = 6
+"""Tokens of a request that is alone in its step."""
+_LOOSE = 0.1
 _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
@@ -36,32 +51,207 @@ def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Ite
     return max(maps, key=lambda tap_map: len(tap_map.taps))
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A small step, to learn from."""
+
+    forwards: list[Forward]
+    work: list[RequestWork]
+    returned: torch.Tensor
+
+
+class _Probes:
+    """Runs small steps of unlike tokens."""
+
+    def __init__(self, stepper: Stepper, hf: HFModel, numbers: Iterator[int], draw: int) -> None:
+        self.stepper, self.hf, self.numbers, self.draw = stepper, hf, numbers, draw
+        self.ahead = tokens_ahead(stepper)
+
+    def ids(self, num: int, avoided: Collection[int] = ()) -> list[int]:
+        """Return unlike token ids."""
+        ids = random_ids(self.hf, num + len(avoided), self.draw)
+        return [token for token in ids if token not in avoided][:num]
+
+    def after(self, token: int) -> list[int]:
+        """Return the ids that follow a token, for the layers that predict further ones."""
+        return random_ids(self.hf, self.ahead, self.draw + 1 + token)
+
+    def run(
+        self,
+        teller: RowTeller,
+        work: Work,
+        earlier: Sequence[list[int]] | None = None,
+        following: Sequence[Sequence[int]] = (),
+    ) -> _Step:
+        """Run a step; `earlier` are the tokens of each request before it."""
+        forwards, returned, _ = run_step(self.stepper, work, teller, keep=_copied, following=following)
+        before = earlier or [[] for _ in work]
+        asked = [RequestWork([*old, *tokens], first) for (_, tokens, first), old in zip(work, before, strict=True)]
+        return _Step(forwards, asked, returned.detach().to("cpu", copy=True))
+
+    def teller(self) -> RowTeller:
+        """Return what tells the rows of the engine's steps: by its look-ups of token ids, if it shows them."""
+        tokens = self.ids(_NUM_ALONE, avoided=(0,))
+        shows_ids = not hasattr(self.stepper, "watching") and not self.ahead
+        lookups = [set(self._lookups(token)) for token in tokens[:2]] if shows_ids else [set[Lookup]()]
+        teller = RowTeller(set.intersection(*lookups), recomputes=recomputes(self.stepper))
+        if teller.lookups:
+            alone = self.run(teller, [(next(self.numbers), tokens, 0)])
+            teller.learn(alone.forwards, alone.work)
+            if teller.tell(alone.forwards, alone.work).ambiguous:
+                return RowTeller((), recomputes=recomputes(self.stepper))
+        return teller
+
+    def _lookups(self, token: int) -> list[Lookup]:
+        """Return where an engine may look up the token of a request."""
+        shown: list[tuple[Lookup, torch.Tensor, bool]] = []
+        work = [(next(self.numbers), [token], 0)]
+        watched_run(self.stepper, work, _nothing, only=(), lookups=None, on_ids=lambda *item: shown.append(item))
+        return find_lookups(shown, [token])
+
+
+def _copied(_forwards: Sequence[Forward], _site: Site, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)
+
+
+def _nothing(_site: Site, _tensor: torch.Tensor) -> None:
+    return None
+
+
 def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int], draw: int) -> TapMap:
+    probes = _Probes(stepper, hf, numbers, draw)
+    teller = probes.teller()
+    batch, refusal, several = _batch(probes, teller)
+    taps, uncertain, num_tensors = _taps(probes, teller, dtype)
+    if several is not None:
+        teller.learn_order_of_requests(several.forwards, several.work, several.returned)
+    if not teller.lookups and batch is not Batch.ONE_REQUEST:
+        batch = _assumed_batch(probes, teller, taps)
+    return TapMap(taps=taps, uncertain=uncertain, teller=teller, batch=batch, num_tensors=num_tensors, refusal=refusal)
+
+
+def _taps(probes: _Probes, teller: RowTeller, dtype: torch.dtype) -> tuple[dict[str, MappedTap], dict[str, str], int]:
+    """Find the taps in steps of requests of one token, and in those of a prompt and the token after it."""
+    hf, pads = probes.hf, teller.pads
     num_requests, num_tokens = _unmistakable(hf.graph)
-    ids, prompt = _random_ids(hf, num_requests, draw), _random_ids(hf, num_tokens + 1, draw)
-    number, ahead = next(numbers), tokens_ahead(stepper)
-    after = [_random_ids(hf, ahead, draw + 1 + token) for token in ids]
-    end = _random_ids(hf, ahead, draw)
-    seen = one_token_steps(stepper, ids, numbers, after)
-    _refuse_other_dtype(type(stepper).__name__, seen, dtype)
-    prefill = watched_step(stepper, [(number, prompt[:-1], 0)], [[prompt[-1], *end]])
-    decode = watched_step(stepper, [(number, prompt[-1:], num_tokens)], [end])
-    lasting = {site: tensor for site, tensor in seen.items() if site in prefill and site in decode}
+    ids, prompt = probes.ids(num_requests, pads), probes.ids(num_tokens + 1, pads)
+    number, end, after = next(probes.numbers), probes.after(0), [probes.after(token) for token in ids]
+    singles = _steps_of_one_token(probes, teller, ids, after)
+    prefill = probes.run(teller, [(number, prompt[:-1], 0)], following=[[prompt[-1], *end]])
+    decode = probes.run(teller, [(number, prompt[-1:], num_tokens)], [prompt[:-1]], [end])
+    for step in (*singles, prefill, decode):
+        if len(step.work) == 1:
+            teller.learn(step.forwards, step.work)
+        teller.learn_layouts(step.forwards, step.work)
+    seen = _side_by_side([_rows_of(teller, step) for step in singles])
+    _refuse_other_dtype(type(probes.stepper).__name__, seen, dtype)
+    first_step, next_step = _rows_of(teller, prefill), _rows_of(teller, decode)
+    lasting = {site: rows for site, rows in seen.items() if site in first_step and site in next_step}
     rounding = rounding_unit(dtype)
     with hf.followed_by(after):
         first = find_first(hf, ids, lasting, rounding=rounding)
-    later = LaterSteps(hf, prompt, prefill, decode, is_again=recomputes(stepper), rounding=rounding)
+    later = LaterSteps(hf, prompt, first_step, next_step, rounding=rounding)
     with hf.followed_by([end]):
         later.tell_apart(first)
-    row_order, refusal = _row_order(stepper, hf, later.taps, numbers)
-    return TapMap(
-        taps=later.taps, uncertain=later.uncertain, row_order=row_order, num_tensors=len(seen), refusal=refusal
-    )
+    return later.taps, later.uncertain, len(seen)
 
 
-def _refuse_other_dtype(engine: str, seen: Mapping[Site, torch.Tensor], dtype: torch.dtype) -> None:
+def _steps_of_one_token(
+    probes: _Probes, teller: RowTeller, ids: Sequence[int], after: Sequence[Sequence[int]]
+) -> list[_Step]:
+    """Run many requests of one token: in one step, or in a step for each."""
+    works: list[tuple[int, list[int], int]] = [(next(probes.numbers), [token], 0) for token in ids]
+    try:
+        return [probes.run(teller, works, following=after)]
+    except ValueError:  # an engine of one request a step
+        return [probes.run(teller, [work], following=after[at : at + 1]) for at, work in enumerate(works)]
+
+
+def _rows_of(teller: RowTeller, step: _Step) -> dict[Site, SiteRows]:
+    """Return what a step shows of all its rows, and what it returned."""
+    shown = {site: item for site, item in teller.in_order(step.forwards, step.work).items() if item.is_known.all()}
+    is_known = torch.ones(len(step.returned), dtype=torch.bool)
+    return {**shown, Site("", 0, RETURNED): SiteRows(step.returned, is_known, is_by_request=True)}
+
+
+def _side_by_side(steps: Sequence[Mapping[Site, SiteRows]]) -> dict[Site, SiteRows]:
+    """Return the rows of steps, one after the other, of sites that all of them have."""
+    common = [site for site in steps[0] if all(site in step for step in steps)]
+    same = [site for site in common if len({step[site].values.shape[1] for step in steps}) == 1]
+    return {
+        site: SiteRows(
+            torch.cat([step[site].values for step in steps]),
+            torch.cat([step[site].is_known for step in steps]),
+            steps[0][site].is_by_request,
+        )
+        for site in same
+    }
+
+
+def _batch(probes: _Probes, teller: RowTeller) -> tuple[Batch, str | None, _Step | None]:
+    """Run steps of several requests, which show in which order the engine computes them.
+
+    Returns:
+        What a step may hold; what the engine raised, if a step is of one request; and a step of several requests.
+    """
+    ids = probes.ids(18, avoided={0, *teller.pads})
+    prompts = [ids[:3], ids[3:8], ids[8:10]]
+    numbers = [next(probes.numbers) for _ in prompts]
+    try:
+        first = probes.run(teller, [(number, tokens, 0) for number, tokens in zip(numbers, prompts, strict=True)])
+    except Exception as error:  # an engine of one request a step
+        is_unpacked = "too many values to unpack" in str(error)  # ((request, tokens, first),) = work
+        return Batch.ONE_REQUEST, None if is_unpacked else f"{type(error).__name__}: {error}", None
+    teller.learn(first.forwards, first.work)
+    if teller.lookups and teller.tell(first.forwards, first.work).ambiguous:
+        return Batch.ONE_REQUEST, "rows of several requests that token ids do not tell apart", None
+    decode = [(number, [ids[10 + at]], len(prompts[at])) for at, number in enumerate(numbers)]
+    try:
+        second = probes.run(teller, decode, prompts)
+        teller.learn(second.forwards, second.work)
+        longer = [[*tokens, ids[10 + at]] for at, tokens in enumerate(prompts)]
+        new = (next(probes.numbers), ids[14:17], 0)
+        mixed = [(numbers[0], [ids[13]], 4), new, (numbers[1], [ids[17]], 6)]
+        third = probes.run(teller, mixed, [longer[0], [], longer[1]])
+        teller.learn(third.forwards, third.work)
+    except Exception:  # a padded batch that only becomes smaller
+        return Batch.PADDED, None, first
+    is_padded = any(len(forward.ids) > 1 and len(forward.ids) == len(first.work) for forward in first.forwards)
+    return Batch.PADDED if is_padded else Batch.MIXED, None, first
+
+
+def _assumed_batch(probes: _Probes, teller: RowTeller, taps: Mapping[str, MappedTap]) -> Batch:
+    """Learn how the rows of two requests lie in a step, from the first tap: see `RowOrder`."""
+    hf = probes.hf
+    first = next((op.tap for op in hf.graph if op.tap in taps and not taps[op.tap].is_sampled_only), None)
+    if first is None:
+        return Batch.ONE_REQUEST
+    ids, source = probes.ids(8), taps[first].sources[0]
+    try:
+        step = probes.run(teller, [(next(probes.numbers), ids[:3], 0), (next(probes.numbers), ids[3:], 0)])
+    except Exception:
+        return Batch.ONE_REQUEST
+    expected: list[torch.Tensor] = []
+
+    def look(operation: Operation, value: torch.Tensor) -> None:
+        if operation.tap == first:
+            expected.append(value)
+            raise EndOfRun
+
+    run_hf(hf, torch.tensor(ids)[None], look)
+    for teller.order in RowOrder:
+        rows = _rows_of(teller, step).get(source.site)
+        if rows is None or rows.is_by_request:
+            continue
+        if relative_error(source.columns.of(rows.values), expected[0]) <= _LOOSE:
+            return Batch.MIXED if teller.order is RowOrder.PACKED else Batch.PADDED
+    teller.order = RowOrder.PACKED
+    return Batch.ONE_REQUEST
+
+
+def _refuse_other_dtype(engine: str, seen: Mapping[Site, SiteRows], dtype: torch.dtype) -> None:
     """Refuse an engine that multiplies in 16 bits where another dtype is checked: its roundings would be mistakes."""
-    products = [tensor.dtype for site, tensor in seen.items() if site.what in _PRODUCTS]
+    products = [rows.values.dtype for site, rows in seen.items() if site.what in _PRODUCTS]
     for half in (torch.bfloat16, torch.float16):
         if half is not dtype and 2 * products.count(half) > len(products):
             name = str(half).removeprefix("torch.")
@@ -75,41 +265,8 @@ def _refuse_other_dtype(engine: str, seen: Mapping[Site, torch.Tensor], dtype: t
             )
 
 
-def _row_order(
-    stepper: Stepper, hf: HFModel, taps: Mapping[str, MappedTap], numbers: Iterator[int]
-) -> tuple[RowOrder | None, str | None]:
-    """Return how the rows of two requests lie in a step: seen at the first tap. None: it is of one request.
-
-    And what the engine raised there.
-    """
-    first = next((op.tap for op in hf.graph if op.tap in taps and not taps[op.tap].is_sampled_only), None)
-    if first is None:
-        return None, None
-    ids, spans = _random_ids(hf, 8), (range(3), range(5))
-    try:
-        seen = watched_step(stepper, [(next(numbers), ids[:3], 0), (next(numbers), ids[3:], 0)])
-    except Exception as error:  # an engine of one request a step
-        is_unpacked = "too many values to unpack" in str(error)  # ((request, tokens, first),) = work
-        return None, None if is_unpacked else f"{type(error).__name__}: {error}"
-    source = taps[first].sources[0]
-    if source.site not in seen:
-        return None, None
-    expected: list[torch.Tensor] = []
-
-    def look(operation: Operation, value: torch.Tensor) -> None:
-        if operation.tap == first:
-            expected.append(value)
-            raise EndOfRun
-
-    run_hf(hf, torch.tensor(ids)[None], look)
-    for order in RowOrder:
-        rows = source.read_all(seen[source.site], spans, order)
-        if rows is not None and relative_error(rows, expected[0]) <= 0.1:
-            return order, None
-    return None, None
-
-
-def _random_ids(hf: HFModel, count: int, draw: int = 0) -> list[int]:
+def random_ids(hf: HFModel, count: int, draw: int = 0) -> list[int]:
+    """Return unlike token ids."""
     generator = torch.Generator().manual_seed(count + 1000 * draw)
     return torch.randperm(hf.vocab_size, generator=generator)[:count].tolist()
 

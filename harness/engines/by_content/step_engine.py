@@ -11,20 +11,20 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.engines.adapter import Capabilities, Part, Workload
-from harness.engines.by_content.columns import RowOrder
+from harness.engines.by_content.forwards import Forward, SiteRows, run_step
 from harness.engines.by_content.kept import KeptCache, KeptStates, Places, find_places
 from harness.engines.by_content.learn import learn_map
+from harness.engines.by_content.rows import RequestWork
 from harness.engines.by_content.steps import (
+    RETURNED,
     Site,
     Stepper,
-    Work,
     module_paths,
     recomputes,
     rewinds,
-    watched_run,
     with_following,
 )
-from harness.engines.by_content.tap_map import TapMap
+from harness.engines.by_content.tap_map import Batch, TapMap
 from harness.engines.declared import declared_numerics
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.poison import Poison
@@ -126,7 +126,7 @@ class StepEngine:
         places = self._places = find_places(stepper, hf, next(self._numbers))
         kept |= {tap for (at, name), tap in graph.states.items() if at is not None and places.get((at, name))}
         self.capabilities = Capabilities(
-            schedules=tuple(_schedules(learned.row_order, stepper, has_mtp=graph.has_mtp)),
+            schedules=tuple(_schedules(learned.batch, stepper, has_mtp=graph.has_mtp)),
             keeps_states=hasattr(stepper, "states"),
             numerics=declared_numerics(stepper, graph) or self._numerics,
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
@@ -254,36 +254,37 @@ class _Run:
         chosen = [at for at, row in enumerate(sampled if verifies else last) if row in sampled]
         phases = {"decode" if request.prompt_length <= at else "prefill" for request, at in rows}
         phase = phases.pop() if len(phases) == 1 else "mixed"
-        self._writer.begin_step(
-            phase=phase,
-            request=[request.id for request, _ in rows],
-            position=[at for _, at in rows],
-            sampled_rows=sampled,
-            partial_rows=dict.fromkeys(self._sampled_only, sampled) if sampled else None,
-        )
         if self._poison is not None:
             victim = None if self._poison.victim is None else self._number_of.get(self._poison.victim)
             self._poison.before_step(self._stepper, victim)
         for request_parts, length in zip(work, lengths, strict=True):
             self._num_computed[self._number(request_parts[0][0])] += length
-        engine_work = [
-            (self._number(request_parts[0][0]), _tokens(request_parts), request_parts[0][1].start)
-            for request_parts in work
-        ]
-        spans = [range(start, start + len(tokens)) for _, tokens, start in engine_work]
-        following = [request_parts[-1][0].token_ids[request_parts[-1][1].stop :] for request_parts in work]
-        shown, logits, num_computed = self._watched(engine_work, sampled if verifies else None, spans, following)
-        num_sampled = num_computed, len(logits)  # the logits themselves are fewer where the engine returned more
-        for tap, value in self._map.read(shown, spans=spans, num_sampled=num_sampled).items():
-            tap_rows = value.reshape(-1, *self._graph[tap].shape)
-            if tap not in self._sampled_only:
-                self._writer.tap(tap, tap_rows)
-            elif sampled:
-                is_few = self._map.taps[tap].is_sampled_only and len(tap_rows) < len(rows)
-                self._writer.tap(tap, tap_rows[chosen if is_few else sampled])
+        taps, logits, ambiguous = self._compute(work, last, sampled if verifies else None)
+        taps = {tap: self._kept(tap, *rows_of_tap, sampled) for tap, rows_of_tap in taps.items()}
+        taps = {tap: (values, kept) for tap, (values, kept) in taps.items() if kept}
+        partial = {tap: kept for tap, (_, kept) in taps.items() if len(kept) < len(rows) or tap in self._sampled_only}
+        self._writer.begin_step(
+            phase=phase,
+            request=[request.id for request, _ in rows],
+            position=[at for _, at in rows],
+            sampled_rows=sampled,
+            partial_rows=partial,
+            ambiguous_rows=ambiguous,
+        )
+        for tap, (values, _) in taps.items():
+            self._writer.tap(tap, values.reshape(-1, *self._graph[tap].shape))
         self._writer.end_step(logits[chosen].argmax(dim=-1).tolist())
         for request_parts in work:
             self._write_states(*request_parts[-1])
+
+    def _kept(
+        self, tap: str, values: torch.Tensor, rows: list[int], sampled: list[int]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Return the values and rows to record: all, or the sampled rows if an engine may compute those alone."""
+        if tap not in self._sampled_only:
+            return values, rows
+        kept = [at for at, row in enumerate(rows) if row in {*sampled}]
+        return values[kept], [rows[at] for at in kept]
 
     def _write_states(self, request: RequestInfo, positions: range) -> None:
         """Record the recurrent states of a request, if the engine shows them."""
@@ -302,26 +303,54 @@ class _Run:
     def _free(self, number: int) -> None:
         getattr(self._stepper, "finish", lambda _number: None)(number)
 
-    def _watched(
-        self, work: Work, rows: list[int] | None, spans: Sequence[range], following: Sequence[Sequence[int]]
-    ) -> tuple[dict[Site, torch.Tensor], torch.Tensor, int]:
-        shown = dict[Site, torch.Tensor]()
+    def _compute(
+        self, work: list[list[Part]], last: list[int], rows: list[int] | None
+    ) -> tuple[dict[str, tuple[torch.Tensor, list[int]]], torch.Tensor, list[int]]:
+        """Run a step; return the values of each tap and their rows, the logits, and the rows that are ambiguous.
 
-        def see(site: Site, tensor: torch.Tensor) -> None:
-            self._fill_padding(site, tensor, spans)
-            shown[site] = tensor.clone()
+        Args:
+            work: of the step.
+            last: row of each request's last token.
+            rows: whose logits are verified; None for the last ones.
+        """
+        teller = self._map.teller
+        starts = [request_parts[0][1].start for request_parts in work]
+        tokens = [_tokens(request_parts) for request_parts in work]
+        asked = [
+            RequestWork([*request_parts[0][0].token_ids[:start], *computed], start)
+            for request_parts, start, computed in zip(work, starts, tokens, strict=True)
+        ]
+        numbers = [self._number(request_parts[0][0]) for request_parts in work]
 
-        return shown, *watched_run(self._stepper, work, see, only=self._sites, rows=rows, following=following)
+        def keep(forwards: Sequence[Forward], site: Site, tensor: torch.Tensor) -> torch.Tensor:
+            self._fill_padding(forwards, asked, site, tensor)
+            return tensor.clone()
 
-    def _fill_padding(self, site: Site, tensor: torch.Tensor, spans: Sequence[range]) -> None:
-        """Fill padding rows of the embedding, which follow the rows of the tokens."""
+        forwards, logits, _ = run_step(
+            self._stepper,
+            list(zip(numbers, tokens, starts, strict=True)),
+            teller,
+            keep=keep,
+            only=self._sites,
+            rows=rows,
+            following=[request_parts[-1][0].token_ids[request_parts[-1][1].stop :] for request_parts in work],
+        )
+        told = teller.tell(forwards, asked)
+        shown = teller.in_order(forwards, asked, told)
+        shown[Site("", 0, RETURNED)] = _returned_rows(logits, rows, sum(map(len, tokens)))
+        return self._map.read(shown, last), logits, sorted(told.ambiguous)
+
+    def _fill_padding(
+        self, forwards: Sequence[Forward], work: Sequence[RequestWork], site: Site, tensor: torch.Tensor
+    ) -> None:
+        """Fill padding rows of the embedding."""
         if self._poison is None or hasattr(self._stepper, "watching"):  # an engine with `watching` shows copies
             return
-        for source in self._embedding:
-            if source.site == site:
-                rows = tensor.movedim(source.layout.dim, 0)
-                is_live = torch.arange(len(rows), device=rows.device) < source.num_rows(spans) * source.layout.parts
-                self._poison.fill_rows(rows, is_live)
+        if any(source.site == site for source in self._embedding):
+            padding = self._map.teller.padding_of(forwards, work, site, tensor.shape)
+            if padding is not None:
+                dim, is_padding = padding
+                self._poison.fill_rows(tensor.movedim(dim, 0), ~is_padding.to(tensor.device))
 
     def _number(self, request: RequestInfo) -> int:
         """Return the number of the request in the engine, new in each run; a draft has that of its request."""
@@ -331,22 +360,22 @@ class _Run:
         return self._number_of[request_id]
 
 
-def _schedules(order: RowOrder | None, stepper: Stepper, *, has_mtp: bool = False) -> Iterator[str]:
+def _schedules(batch: Batch, stepper: Stepper, *, has_mtp: bool = False) -> Iterator[str]:
     """Yield the schedules that an engine can follow. A padded batch cannot mix chunks with decode.
 
     Args:
-        order: order of the rows of several requests in a tensor.
+        batch: what a step may hold.
         stepper: the engine.
         has_mtp: whether MTP layers are judged. They read the next token, which would be wrong for a draft.
     """
     recomputes_all = recomputes(stepper)  # each step computes all earlier tokens of its request
-    if order is RowOrder.PACKED:
+    if batch is Batch.MIXED:
         yield from _SCHEDULES
     else:
         yield "plain"
         if not recomputes_all:
             yield "chunked"
-            if order is not None:
+            if batch is Batch.PADDED:
                 yield "batched"
     if rewinds(stepper) and not has_mtp:
         yield from _WITH_DRAFTS
@@ -378,6 +407,15 @@ def _steps(
         taken = ready if workload.schedule.is_batched else ready[:1]
         work = [ahead[request.id].pop(0) for request in taken]
         yield work, [request for request in taken if not ahead[request.id]]
+
+
+def _returned_rows(logits: torch.Tensor, rows: Sequence[int] | None, num_rows: int) -> SiteRows:
+    """Return logits as rows of the work: of some rows, or of each request's last one."""
+    if rows is None:
+        return SiteRows(logits, torch.ones(len(logits), dtype=torch.bool), is_by_request=True)
+    values, is_known = logits.new_zeros(num_rows, logits.shape[1]), torch.zeros(num_rows, dtype=torch.bool)
+    values[rows], is_known[rows] = logits, True
+    return SiteRows(values, is_known, is_by_request=False)
 
 
 def _tokens(parts: list[Part]) -> list[int]:

@@ -19,8 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from harness.errors import Code, HarnessError
 
-MODULE, RETURNED = "module", "returned"
-"""What a site of a module's result, and that of a step's result, have in place of an operator."""
+MODULE, RETURNED, ARGUMENTS = "module", "returned", "arguments"
+"""What the sites of a module's result, a step's result and a module's arguments have in place of an operator."""
+_ARGUMENT = -1
+"""Place of an operator's argument."""
+_FACTOR = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten.linear.default": 0}
+"""Index of the argument that is multiplied by weights. It is shown if it was written into since it was shown."""
 _NOT_THE_ENGINE = ("/torch/", "/harness/engines/by_content/")
 _MOST_FRAMES = 40
 
@@ -40,7 +44,7 @@ class Site:
     repeat: int = 0
     """Tensors of the same operator and line earlier in the module's call."""
     place: int = 0
-    """Field of what is returned."""
+    """Field of what is returned; -1 for the argument of a product."""
 
     @property
     def name(self) -> str:
@@ -61,9 +65,30 @@ class Site:
         if self.what in (MODULE, RETURNED):
             return where + (f", field {self.place + 1}" if self.place else "")
         name = self.what.removeprefix("aten.").rpartition(".")[0] or self.what
-        return f"{where}: {name}" + (f", result {self.place + 1}" if self.place else "")
+        field = f", result {self.place + 1}" if self.place > 0 else ", argument" if self.place == _ARGUMENT else ""
+        return f"{where}: {name}{field}"
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A place where an engine makes vectors of token ids."""
+
+    path: str
+    """Of the module; empty outside of all modules."""
+    what: str
+    """`arguments` for those of the module, or the operator."""
+    line: str = ""
+    place: int = 0
+    """Of the ids among the tensors of integers."""
+
+    @property
+    def of_module(self) -> "Lookup":
+        """The arguments of the same module."""
+        return Lookup(self.path, ARGUMENTS)
+
+
+OnIds = Callable[[Lookup, torch.Tensor, bool], None]
+"""Is shown a copy of integers that a module or an operator is given, and whether that makes numbers of them."""
 See = Callable[[Site, torch.Tensor], None]
 """Is shown each tensor while it has its value: what is kept must be copied."""
 
@@ -74,17 +99,35 @@ class SiteWatcher:
     Views are left out: what they are of was shown. Tensors that an operator writes into are shown after it.
     """
 
-    def __init__(self, names: Mapping[nn.Module, str], see: See, *, only: Collection[Site] | None = None) -> None:
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str],
+        see: See,
+        *,
+        only: Collection[Site] | None = None,
+        lookups: Collection[Lookup] | None = (),
+        on_ids: OnIds | None = None,
+    ) -> None:
         """Watch modules.
 
         Args:
             names: paths of the engine's modules; any other module has the name of its class.
             see: is shown what is there.
             only: the sites to show; None for all.
+            lookups: the places at each of which a forward begins, from which calls are counted; None to show the
+                integers of all places, and to count from the beginning of the step.
+            on_ids: is shown the integers at these places.
         """
-        self._names, self._see = names, see
+        self._names, self._see, self._on_ids = names, see, on_ids
         self._only = None if only is None else frozenset(only)
+        self._lookups = None if lookups is None else frozenset(lookups)
         self._wanted = None if only is None else {(site.path, site.what) for site in only}
+        if self._wanted is not None:
+            self._wanted |= {(lookup.path, lookup.what) for lookup in lookups or () if lookup.what != ARGUMENTS}
+        if lookups is None:
+            self._wanted = None
+        self._fresh: dict[int, tuple[int, int]] = {}
+        """Version and size of results that were shown, by their address."""
         self._stack = ExitStack()
         self._path: list[_Running] = [_Running("", 0)]
         self._calls = Counter[str]()
@@ -92,7 +135,11 @@ class SiteWatcher:
     def __enter__(self) -> Self:
         self._stack.callback(torch_module.register_module_forward_pre_hook(self._begin).remove)
         self._stack.callback(torch_module.register_module_forward_hook(self._end).remove)
-        if self._wanted is None or any(what not in (MODULE, RETURNED) for _path, what in self._wanted):
+        if (
+            self._wanted is None
+            or self._lookups is None
+            or any(what not in (MODULE, RETURNED) for _path, what in self._wanted)
+        ):
             self._stack.enter_context(_Mode(self))
         return self
 
@@ -104,10 +151,27 @@ class SiteWatcher:
         for place, tensor in enumerate(_tensors(value)):
             self._show(Site("", 0, RETURNED, place=place), tensor)
 
-    def _begin(self, module: nn.Module, _args: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any) -> None:
         path = self._names.get(module) or type(module).__name__
         self._path.append(_Running(path, self._calls[path]))
         self._calls[path] += 1
+        self._look_up(lambda place: Lookup(path, ARGUMENTS, place=place), args, makes_numbers=False)
+
+    def _look_up(self, lookup_at: Callable[[int], Lookup], args: Any, *, makes_numbers: bool) -> None:
+        """Show integers that something is given; begin a forward if it is one of the look-ups."""
+        if self._on_ids is None:
+            return
+        for place, ids in enumerate(_integers(args)):
+            lookup = lookup_at(place)
+            if self._lookups is not None and lookup not in self._lookups:
+                continue
+            with _disable_current_modes():
+                self._on_ids(lookup, ids.detach().to("cpu", copy=True), makes_numbers)
+            if self._lookups is not None:
+                self._calls.clear()
+                for running in self._path:
+                    running.begin_again()
+                    self._calls[running.path] = 1
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         running = self._path.pop()
@@ -119,14 +183,26 @@ class SiteWatcher:
         running, what = self._path[-1], str(operator)
         if self._wanted is not None and (running.path, what) not in self._wanted:
             return
-        tensors = [*_made(operator, result), *_written(operator, args, kwargs)]
-        if not tensors:
+        made, written = [*_made(operator, result)], [*_written(operator, args, kwargs)]
+        line = _line() if made or written else ""
+        self._look_up(
+            lambda place: Lookup(running.path, what, line or _line(), place), (args, kwargs), makes_numbers=bool(made)
+        )
+        if not made and not written:
             return
-        line = _line()
         repeat = running.repeats[what, line]
         running.repeats[what, line] += 1
-        for place, tensor in enumerate(tensors):
+        if what in _FACTOR and self._is_changed(args[_FACTOR[what]]):
+            self._show(Site(running.path, running.call, what, line, repeat, _ARGUMENT), args[_FACTOR[what]])
+        for place, tensor in enumerate([*made, *written]):
             self._show(Site(running.path, running.call, what, line, repeat, place), tensor)
+        if self._only is None:
+            self._fresh |= {tensor.data_ptr(): _version(tensor) for tensor in made}
+
+    def _is_changed(self, factor: torch.Tensor) -> bool:
+        """Whether a tensor has another content than the result that was shown: a slice of it was written into."""
+        version = _version(factor)
+        return version[0] < 0 or self._fresh.get(factor.data_ptr()) != version
 
     def _show(self, site: Site, tensor: torch.Tensor) -> None:
         if self._only is None or site in self._only:
@@ -140,6 +216,11 @@ class _Running:
     def __init__(self, path: str, call: int) -> None:
         self.path, self.call = path, call
         self.repeats = Counter[tuple[str, str]]()
+
+    def begin_again(self) -> None:
+        """Count from here on."""
+        self.call = 0
+        self.repeats.clear()
 
 
 class _Mode(TorchDispatchMode):
@@ -188,9 +269,26 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
 
 
+def _integers(value: Any) -> Iterator[torch.Tensor]:
+    """Go through the tensors of integers in what something is given."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype in (torch.int64, torch.int32) and value.numel():
+            yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _integers(item)
+    elif isinstance(value, Mapping):
+        yield from _integers(list(value.values()))
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return a number that grows with each write into a tensor, or -1 if it has none, and the size of the tensor."""
+    return -1 if tensor.is_inference() else tensor._version, tensor.numel()
+
+
 def _line() -> str:
     """Return the line of the engine's code that is being run."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         name = frame.f_code.co_filename
         if not any(part in name for part in _NOT_THE_ENGINE):
@@ -253,10 +351,19 @@ class Watching(Protocol):
         """Show what the step returns."""
 
 
-def watching(stepper: Stepper, see: See, *, only: Collection[Site] | None = None) -> Watching:
-    """Watch an engine: by its own method `watching(see, only)`, where its tensors are not torch's."""
+def watching(
+    stepper: Stepper,
+    see: See,
+    *,
+    only: Collection[Site] | None = None,
+    lookups: Collection[Lookup] | None = (),
+    on_ids: OnIds | None = None,
+) -> Watching:
+    """Watch an engine: see `SiteWatcher`. If its tensors are not torch's, it has a method `watching(see, only)`."""
     watch: Callable[..., Watching] | None = getattr(stepper, "watching", None)
-    return SiteWatcher(module_paths(stepper), see, only=only) if watch is None else watch(see, only)
+    if watch is not None:
+        return watch(see, only)
+    return SiteWatcher(module_paths(stepper), see, only=only, lookups=lookups, on_ids=on_ids)
 
 
 def with_following(stepper: Stepper, work: Work, following: Sequence[Sequence[int]] = ()) -> Any:
@@ -273,17 +380,6 @@ def tokens_ahead(stepper: Stepper) -> int:
     return int(getattr(stepper, "tokens_ahead", 0))
 
 
-def watched_step(stepper: Stepper, work: Work, following: Sequence[Sequence[int]] = ()) -> dict[Site, torch.Tensor]:
-    """Run a step and return copies of all tensors that it computes, in the order of the run."""
-    seen: dict[Site, torch.Tensor] = {}
-
-    def see(site: Site, tensor: torch.Tensor) -> None:
-        seen[site] = tensor.to("cpu", copy=True)
-
-    watched_run(stepper, work, see, following=following)
-    return seen
-
-
 def watched_run(
     stepper: Stepper,
     work: Work,
@@ -292,6 +388,8 @@ def watched_run(
     only: Collection[Site] | None = None,
     rows: Sequence[int] | None = None,
     following: Sequence[Sequence[int]] = (),
+    lookups: Collection[Lookup] | None = (),
+    on_ids: OnIds | None = None,
 ) -> tuple[torch.Tensor, int]:
     """Run a step while its tensors are shown; return its logits, [requests, vocabulary], and the rows that it made.
 
@@ -302,13 +400,15 @@ def watched_run(
         only: the sites to show; None for all.
         rows: tokens of the step whose logits are returned, [rows, vocabulary]; None: the last one of each request.
         following: of each request the tokens that come next.
+        lookups: places at each of which a forward begins; see `SiteWatcher`.
+        on_ids: shown the token ids there.
 
     Raises:
         HarnessError: ENGINE_CANNOT_SERVE: it returned no logits, or not one row for each request; or not one for each
             token where `rows` are asked for.
     """
     ends = [*accumulate(len(tokens) for _, tokens, _ in work)]
-    with torch.no_grad(), watching(stepper, see, only=only) as watch:
+    with torch.no_grad(), watching(stepper, see, only=only, lookups=lookups, on_ids=on_ids) as watch:
         logits = stepper.step(with_following(stepper, work, following))
         is_tensor = isinstance(logits, torch.Tensor) and logits.is_floating_point() and logits.dim() > 0
         num_rows = logits.numel() // max(1, logits.shape[-1]) if is_tensor else 0
@@ -337,17 +437,3 @@ def rewinds(stepper: Stepper) -> bool:
 def recomputes(stepper: Stepper) -> bool:
     """Whether each step of an engine computes all earlier tokens of its request again."""
     return bool(getattr(stepper, "recomputes", False))
-
-
-def one_token_steps(
-    stepper: Stepper, ids: Sequence[int], numbers: Iterator[int], following: Sequence[Sequence[int]] = ()
-) -> dict[Site, torch.Tensor]:
-    """Return the tensors of many requests of one token: of one step, or side by side of a step for each."""
-    works: list[tuple[int, list[int], int]] = [(next(numbers), [token], 0) for token in ids]
-    try:
-        return watched_step(stepper, works, following)
-    except ValueError:  # an engine of one request a step
-        single = [watched_step(stepper, [work], following[at : at + 1]) for at, work in enumerate(works)]
-    common = [site for site in single[0] if all(site in step for step in single)]
-    same = [site for site in common if len({step[site].shape for step in single}) == 1]
-    return {site: torch.stack([step[site] for step in single]) for site in same}

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 import torch
 
-from harness.engines.by_content.columns import Columns, RowLayout, RowOrder
+from harness.engines.by_content.columns import Columns
+from harness.engines.by_content.forwards import RowTeller, SiteRows
 from harness.engines.by_content.steps import Site
 
 
@@ -27,35 +28,22 @@ class TapEvidence(StrEnum):
         return member
 
 
+class Batch(Enum):
+    """What a step of an engine may hold."""
+
+    ONE_REQUEST = auto()
+    PADDED = auto()
+    """Several requests, all in prefill or all in decode."""
+    MIXED = auto()
+    """Several requests, in prefill beside decode."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSite:
     """A site that shows a tap."""
 
     site: Site
-    layout: RowLayout
     columns: Columns
-    is_of_context: bool = False
-    """Whether it has rows of all earlier tokens of its requests too, before those of the step."""
-
-    def num_rows(self, spans: Sequence[range]) -> int:
-        """Return how many rows it has in a step of these positions of requests."""
-        return sum(span.stop if self.is_of_context else len(span) for span in spans)
-
-    def read(self, tensor: torch.Tensor, span: range) -> torch.Tensor | None:
-        """Return the tap's rows of one request, [len(span), W]; None if the tensor has less rows or columns."""
-        return self.read_all(tensor, [span], RowOrder.PACKED)
-
-    def read_all(self, tensor: torch.Tensor, spans: Sequence[range], order: RowOrder) -> torch.Tensor | None:
-        """Return the tap's rows of several requests, [all of them, W]; None if the tensor has less rows or columns."""
-        lengths = [span.stop if self.is_of_context else len(span) for span in spans]
-        rows = self.layout.rows_of(tensor, lengths, order)
-        if rows is None or rows.shape[1] < self.columns.stop:
-            return None
-        if self.is_of_context:
-            rows = torch.cat(
-                [request_rows[span.start :] for request_rows, span in zip(rows.split(lengths), spans, strict=True)]
-            )
-        return self.columns.of(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +65,10 @@ class TapMap:
     taps: Mapping[str, MappedTap]
     uncertain: Mapping[str, str]
     """Taps that are not taken from any tensor, and why."""
-    row_order: RowOrder | None
-    """How the rows of several requests lie, in the order of the step's work; None: a step is of one request."""
+    teller: RowTeller
+    """Tells which token each row belongs to."""
+    batch: Batch
+    """What a step may hold."""
     num_tensors: int
     """Tensors that were looked at."""
     refusal: str | None = None
@@ -89,24 +79,28 @@ class TapMap:
         """All sites to watch."""
         return frozenset(source.site for tap in self.taps.values() for source in tap.sources)
 
-    def read(
-        self, shown: Mapping[Site, torch.Tensor], *, spans: Sequence[range], num_sampled: Sequence[int]
-    ) -> dict[str, torch.Tensor]:
-        """Return the rows of each tap in a step: [rows, W], or [num_sampled, W] where only those are computed.
+    def read(self, shown: Mapping[Site, SiteRows], last: Sequence[int]) -> dict[str, tuple[torch.Tensor, list[int]]]:
+        """Return the values of each tap in a step, [some rows, W], and the indices of these rows in the work.
+
+        Rows that one source does not have are those of the next one.
 
         Args:
-            shown: the tensors of the step.
-            spans: positions of each request.
-            num_sampled: rows of what is computed only for those that choose a token: one of these numbers.
+            shown: rows of the sites in the order of the work.
+            last: row of each request's last token.
         """
-        few = [([range(num)], RowOrder.PACKED) for num in num_sampled]
-        whole = [(spans, self.row_order or RowOrder.PACKED)]
         taps = {}
         for tap, mapped in self.taps.items():
-            ways = few if mapped.is_sampled_only else whole
-            there = [source for source in mapped.sources if source.site in shown]
-            reads = (source.read_all(shown[source.site], *way) for way in ways for source in there)
-            rows = next((item for item in reads if item is not None), None)
-            if rows is not None:
-                taps[tap] = rows
+            rows: dict[int, torch.Tensor] = {}
+            for source in mapped.sources:
+                item = shown.get(source.site)
+                if item is None or item.values.shape[1] < source.columns.stop:
+                    continue
+                places = last if item.is_by_request else range(len(item.values))
+                if rows.keys() >= {*places}:
+                    continue
+                values = source.columns.of(item.values)
+                rows = {row: values[at] for at, row in enumerate(places) if bool(item.is_known[at])} | rows
+            if rows:
+                kept = sorted(rows)
+                taps[tap] = torch.stack([rows[row] for row in kept]), kept
         return taps

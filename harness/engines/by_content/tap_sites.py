@@ -13,13 +13,12 @@ import torch
 
 from harness.engines.by_content.columns import (
     Columns,
-    RowLayout,
-    layouts_with_rows,
+    Table,
     limit_of_same,
     relative_error,
-    tables_of,
 )
 from harness.engines.by_content.finder import TapFinder, TapNames
+from harness.engines.by_content.forwards import SiteRows
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.steps import MODULE, RETURNED, Site
 from harness.engines.by_content.tap_map import MappedTap, ShownSite, TapEvidence
@@ -37,11 +36,11 @@ class FirstTap:
 
 
 def find_first(
-    hf: HFModel, ids: Sequence[int], seen: Mapping[Site, torch.Tensor], *, rounding: float
+    hf: HFModel, ids: Sequence[int], seen: Mapping[Site, SiteRows], *, rounding: float
 ) -> dict[str, FirstTap]:
     """Return the taps among the tensors of a step of many requests of one token; `hf` is in float32."""
     sites = {site.name: site for site in seen}
-    tables = tables_of({site.name: tensor for site, tensor in seen.items()}, len(ids))
+    tables = [Table(site.name, item.values) for site, item in seen.items() if item.values.shape[1]]
     names = TapNames(hf.graph, [site.name for site in seen if site.what == MODULE])
     finder = TapFinder(hf, torch.tensor(ids)[:, None], tables, names, rounding=rounding)
     finder.find()
@@ -73,10 +72,9 @@ class LaterSteps:
         self,
         hf: HFModel,
         ids: Sequence[int],
-        prefill: Mapping[Site, torch.Tensor],
-        decode: Mapping[Site, torch.Tensor],
+        prefill: Mapping[Site, SiteRows],
+        decode: Mapping[Site, SiteRows],
         *,
-        is_again: bool,
         rounding: float,
     ) -> None:
         """Take the steps.
@@ -86,12 +84,10 @@ class LaterSteps:
             ids: the prompt, and one token.
             prefill: tensors of the prompt's step.
             decode: tensors of the token's step.
-            is_again: whether the second step computes the prompt again.
             rounding: RMS relative error of one rounding in the engine.
         """
         self._hf, self._ids, self._rounding = hf, torch.tensor(ids)[None], rounding
         self._prefill, self._decode, self._num_tokens = prefill, decode, len(ids) - 1
-        self._is_again = is_again
         self._order = {site: at for at, site in enumerate(prefill)}
         self._taken: set[ShownSite] = set()
         """Sources that hold a tap for certain."""
@@ -109,7 +105,7 @@ class LaterSteps:
         """
         run_hf(self._hf, self._ids, lambda operation, value: self._look(operation, value, first))
         logits = self._hf.graph.logits
-        returned = self._sampled(self._returned(logits))
+        returned = self._read(self._returned(logits), is_by_request=True)
         if logits not in self.taps and returned is not None:
             self._take(logits, [returned], TapEvidence.DEFINITION)
         for operation in reversed(self._hf.graph.operations):
@@ -169,51 +165,29 @@ class LaterSteps:
         self.taps[tap] = MappedTap(
             tap=tap,
             evidence=evidence,
-            sources=tuple(source for read in ordered for source in self._sources(read)),
+            sources=tuple(read.source for read in ordered),
             is_sampled_only=ordered[0].is_sampled_only,
         )
 
-    def _sources(self, read: _Read) -> Iterator[ShownSite]:
-        """Yield the ways to read what was taken."""
-        yield read.source
-        if read.is_sampled_only:
-            for same_row in self._of_one_row(read.source.site, read.source.columns):
-                if same_row.source != read.source and torch.equal(same_row.rows, read.rows):
-                    yield same_row.source
-
     def _long(self, site: Site, columns: Columns, operation: Operation) -> _Read | None:
-        """Return the rows of a site, in whatever dimension they are; None if it has not as many."""
-        for layout, _rows in layouts_with_rows(self._prefill[site], self._num_tokens):
-            read = self._read(ShownSite(site=site, layout=layout, columns=columns))
-            if read is not None:
-                return read
-        return next(self._of_one_row(site, columns), None) if operation.tap in self._hf.graph.prunable else None
+        """Return the rows of a site; the last one alone where an engine may compute only that; None without these."""
+        source = ShownSite(site=site, columns=columns)
+        read = self._read(source, is_by_request=False)
+        is_prunable = operation.tap in self._hf.graph.prunable
+        return self._read(source, is_by_request=True) if read is None and is_prunable else read
 
-    def _of_one_row(self, site: Site, columns: Columns) -> Iterator[_Read]:
-        """Yield the one row of a site, counted by each dimension that may: a step of several requests tells which."""
-        for layout, _rows in layouts_with_rows(self._prefill[site], 1):
-            read = self._sampled(ShownSite(site=site, layout=layout, columns=columns))
-            if read is not None:
-                yield read
-
-    def _sampled(self, source: ShownSite) -> _Read | None:
-        """Return the one row that a source has in each of the steps; None if it has less rows or columns."""
-        rows = [source.read(step[source.site], range(1)) for step in (self._prefill, self._decode)]
-        if rows[0] is None or rows[1] is None:
-            return None
-        return _Read(source, torch.cat([rows[0], rows[1]]), is_sampled_only=True)
-
-    def _read(self, source: ShownSite) -> _Read | None:
-        """Return a source's rows in both steps; None if it has not as many rows or columns, or is not there."""
-        if source.site not in self._prefill or source.site not in self._decode:
-            return None
-        num, decode = self._num_tokens, self._decode[source.site]
-        dim, parts = source.layout.dim, source.layout.parts
-        is_of_context = dim < decode.dim() and decode.shape[dim] == (num + 1) * parts
-        source = replace(source, is_of_context=self._is_again or is_of_context)
-        long = source.read(self._prefill[source.site], range(num))
-        short = source.read(decode, range(num, num + 1))
-        return None if long is None or short is None else _Read(source, torch.cat([long, short]))
+    def _read(self, source: ShownSite, *, is_by_request: bool = False) -> _Read | None:
+        """Return a source's rows in both steps; None if some are unknown, or it has too few columns."""
+        items = [step.get(source.site) for step in (self._prefill, self._decode)]
+        rows = [
+            source.columns.of(item.values)
+            for item in items
+            if item is not None
+            and item.is_by_request == is_by_request
+            and bool(item.is_known.all())
+            and item.values.shape[1] >= source.columns.stop
+        ]
+        return _Read(source, torch.cat(rows), is_sampled_only=is_by_request) if len(rows) == len(items) else None
 
     def _own(self, tap: str) -> _Read | None:
         """Return the tensor that was found for a tap, or that may be it."""
@@ -321,11 +295,10 @@ class LaterSteps:
         """Yield the tensors at sites that have a row for each token, and as many columns as a tap."""
         columns = Columns(start=0, stop=prod(operation.shape))
         for site in sites:
-            for layout, rows in layouts_with_rows(self._prefill[site], self._num_tokens):
-                if rows.shape[1] == columns.stop:
-                    read = self._read(ShownSite(site=site, layout=layout, columns=columns))
-                    if read is not None:
-                        yield read
+            if self._prefill[site].values.shape[1] == columns.stop:
+                read = self._read(ShownSite(site=site, columns=columns))
+                if read is not None:
+                    yield read
 
     def _candidates(self, operation: Operation, reader: Operation) -> list[_Read]:
         """Return what may be an operation's value, each once: what is like another layer's sources first.
@@ -365,4 +338,4 @@ class LaterSteps:
 
     def _returned(self, logits: str) -> ShownSite:
         (width,) = self._hf.graph[logits].shape
-        return ShownSite(site=Site("", 0, RETURNED), layout=RowLayout(dim=0), columns=Columns(start=0, stop=width))
+        return ShownSite(site=Site("", 0, RETURNED), columns=Columns(start=0, stop=width))

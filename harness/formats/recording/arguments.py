@@ -119,6 +119,7 @@ def step_rows(
     slot_mapping: Ints | None,
     tables: Mapping[int, Sequence[int]] | None,
     partial_rows: Mapping[str, Ints],
+    ambiguous_rows: Ints = (),
 ) -> StepArguments:
     """Check the arguments of `RecordingWriter.begin_step`."""
     known = known_phase(where, phase)
@@ -127,6 +128,9 @@ def step_rows(
     sampled = indices(f"{where}: sampled_rows", sampled_rows, num_rows)
     partial = {name: indices(f"{where}: rows of {name}", rows, num_rows) for name, rows in partial_rows.items()}
     tensors = {f"rows.of.{name}": values for name, values in partial.items()}
+    ambiguous = indices(f"{where}: ambiguous_rows", ambiguous_rows, num_rows)
+    if len(ambiguous):
+        tensors["rows.ambiguous"] = ambiguous
     if len(sampled):
         tensors["rows.sampled"] = np.full(num_rows, -1)
     if slot_mapping is not None:

@@ -16,6 +16,8 @@ from harness.formats.safetensors_header import Header, TensorEntry, read_header
 
 PARTIAL = "rows.of."
 """Prefix of the index tensor of a tap that covers only some of the step's rows."""
+AMBIGUOUS = "rows.ambiguous"
+"""Index tensor of the rows that could not be told from others."""
 
 _Read = Callable[[str], torch.Tensor]
 
@@ -36,7 +38,7 @@ class StepRules:
         self._check_layout(path, entry.num_rows, tensors)
         self._check_rows(path, read("rows.request"), read("rows.position"))
         for name in tensors:
-            if name.startswith(PARTIAL):
+            if name.startswith(PARTIAL) or name == AMBIGUOUS:
                 _check_indices(f"{path}: {name}", read(name), entry.num_rows)
         for name in ("rows.sampled", "kv.slot_mapping", "kv.block_table"):
             if name in tensors and (read(name) < -1).any():
@@ -96,7 +98,7 @@ def _index_layout(name: str, num_rows: int, tensors: Mapping[str, TensorEntry]) 
         return "I32", (shape[0] if shape else 0,)
     if name == "kv.block_table":
         return "I32", (tensors["kv.requests"].num_elements, shape[1] if len(shape) == 2 else 0)
-    if name.startswith(PARTIAL):
+    if name.startswith(PARTIAL) or name == AMBIGUOUS:
         return "I64", (shape[0] if shape else 0,)
     return None
 

@@ -46,6 +46,7 @@ def _merge_step(steps: Sequence[Step], graph: Graph, writer: RecordingWriter) ->
         slot_mapping=first.slot_mapping,
         block_tables=first.block_tables,
         partial_rows=partial_rows or None,
+        ambiguous_rows=() if first.ambiguous is None else first.ambiguous,
     )
     for tap in first.tap_names:
         writer.tap(tap, _merged(tap, [step.tap(tap) for step in steps], graph, first.index))

@@ -205,6 +205,11 @@ class Step:
         return self._optional("rows.sampled")
 
     @property
+    def ambiguous(self) -> torch.Tensor | None:
+        """Indices of rows that could not be told from others: int64[some]; None if there are none."""
+        return self._optional("rows.ambiguous")
+
+    @property
     def slot_mapping(self) -> torch.Tensor | None:
         """KV cache slot of each row, -1 for none: int64[rows]; None if the engine did not say."""
         return self._optional("kv.slot_mapping")

@@ -209,6 +209,7 @@ class RecordingWriter:
         slot_mapping: Ints | None = None,
         block_tables: Mapping[int, Sequence[int]] | None = None,
         partial_rows: Mapping[str, Ints] | None = None,
+        ambiguous_rows: Ints = (),
     ) -> None:
         """Begin a step that computes `len(request)` rows.
 
@@ -220,6 +221,8 @@ class RecordingWriter:
             slot_mapping: KV cache slot of each row; -1 for none.
             block_tables: blocks of each request, by request id.
             partial_rows: for a tap that covers only some of the rows, their indices, by the tap's name.
+            ambiguous_rows: indices of rows that the observer of the engine cannot tell from others: taps may leave
+                them out, and they are not judged.
         """
         where = self._where()
         if self._is_closed:
@@ -236,6 +239,7 @@ class RecordingWriter:
             slot_mapping=slot_mapping,
             tables=block_tables,
             partial_rows=partial_rows or {},
+            ambiguous_rows=ambiguous_rows,
         )
         self._step = _OpenStep(stream=self._new_stream(), rows=rows)
         for name, values in rows.tensors.items():

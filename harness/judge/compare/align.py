@@ -154,6 +154,16 @@ class Locator:
                 computed[self._dense(step.request.long()), step.position.long()] = True
         return computed
 
+    @cached_property
+    def ambiguous(self) -> torch.Tensor:
+        """[requests, positions] bool: rows that the observer of the engine could not tell from others."""
+        ambiguous = torch.zeros(self._shape, dtype=torch.bool)
+        for step in self.recording.steps:
+            if step.ambiguous is not None:
+                request, position = step.request[step.ambiguous], step.position[step.ambiguous]
+                ambiguous[self._dense(request.long()), position.long()] = True
+        return ambiguous
+
     def taps(self) -> list[str]:
         """Return the names of all taps of the recording."""
         return list(self._signatures)

@@ -122,7 +122,7 @@ def check_coverage(
     prefixes = Prefixes(locator.recording.manifest.requests)
     resumed = resumed_rows(locator.recording, prefixes)
     for tap in taps:
-        wanted = wanted_rows(tap, locator, graph, requirements.sampled_only)
+        wanted = wanted_rows(tap, locator, graph, requirements.sampled_only) & ~locator.ambiguous
         there = locator.recorded(tap)
         there = (there | shared_rows(there, prefixes) | resumed) & wanted
         expected, recorded = expected + int(wanted.sum()), recorded + int(there.sum())
@@ -141,6 +141,7 @@ def check_coverage(
         missing_taps=tuple(missing_taps),
         not_offered=tuple(requirements.not_offered),
         triggers=reached,
+        rows_ambiguous=int(locator.ambiguous.sum()),
     )
     return coverage, findings
 

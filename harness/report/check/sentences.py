@@ -250,6 +250,8 @@ def _not_judged(coverage: Coverage) -> str:
     parts = [_names(coverage.not_judged)] if coverage.not_judged else []
     if coverage.only_through:
         parts.append(f"only through what is computed from them: {_names(coverage.only_through)}")
+    if coverage.rows_ambiguous:
+        parts.append(f"{count(coverage.rows_ambiguous, 'row')} that cannot be told from others of the same tokens")
     if coverage.rows_left_out:
         parts.append(f"products and attention in {count(coverage.rows_left_out, 'row')} outside of the sample")
     if coverage.states_left_out:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.engines.by_content.columns import ColumnIndex, Columns, RowLayout, RowOrder, layouts_with_rows
+from harness.engines.by_content.columns import ColumnIndex, Columns, RowLayout, layouts_with_rows
 
 ROWS = 31
 ROUNDING = 2.5e-8
@@ -123,27 +123,3 @@ def test_less_rows_are_none():
     assert RowLayout(dim=0).rows(torch.ones(6, 2), 7) is None
     assert RowLayout(dim=2).rows(torch.ones(7, 2), 7) is None
     assert RowLayout(dim=0, parts=4).rows(torch.ones(29, 2), 7) is None
-
-
-def side_by_side(values, width, side, arrange):
-    """Pad the rows of requests to one width, [requests, width, 4, 3], with rows of NaN."""
-    padded = torch.full((len(values), width, 4, 3), torch.nan)
-    for row, value in zip(padded, values, strict=True):
-        row[width - len(value) if side == "left" else 0 :][: len(value)] = value
-    return arrange(padded)
-
-
-@pytest.mark.parametrize(("side", "order"), [("left", RowOrder.PADDED_LEFT), ("right", RowOrder.PADDED_RIGHT)])
-@pytest.mark.parametrize(
-    ("arrange", "dim"),
-    [(lambda x: x.flatten(2), 1), (lambda x: x.transpose(1, 2), 2), (lambda x: x.flatten(0, 1).flatten(1), 0)],
-)
-def test_rows_of_a_padded_batch(side, order, arrange, dim):
-    values = [torch.randn(length, 4, 3) for length in (3, 5, 1)]
-    rows = RowLayout(dim=dim).rows_of(side_by_side(values, 6, side, arrange), (3, 5, 1), order)
-    assert torch.equal(rows, torch.cat(values).flatten(1))
-
-
-def test_a_batch_of_other_requests_has_no_rows():
-    for shape, dim in (((2, 6, 3), 1), ((3, 4, 3), 1), ((13, 3), 0)):
-        assert RowLayout(dim=dim).rows_of(torch.ones(shape), (3, 5, 1), RowOrder.PADDED_LEFT) is None

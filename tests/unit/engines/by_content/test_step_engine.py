@@ -12,9 +12,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import harness
+from harness.engines.by_content.forwards import run_step
 from harness.engines.by_content.learn import learn_map
+from harness.engines.by_content.rows import RequestWork
 from harness.engines.by_content.step_engine import StepEngine
-from harness.engines.by_content.steps import watched_step
 from harness.engines.module.forward import ModuleStepper
 from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, Split, StepRows
 from harness.errors import Code, HarnessError
@@ -279,7 +280,11 @@ def test_the_map_says_what_the_table_of_the_page_says(fused_engine, checkpoints)
     engine, numbers = fused_engine(), count()
     hf = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32)
     learned = learn_map(engine, hf, dtype=torch.float32, numbers=numbers)
-    read = learned.read(watched_step(engine, [(next(numbers), PROMPTS[1], 0)]), spans=[range(14)], num_sampled=[1])
+    work = [(next(numbers), PROMPTS[1], 0)]
+    forwards, logits, _ = run_step(engine, work, learned.teller, keep=lambda _forwards, _site, tensor: tensor.clone())
+    shown = learned.teller.in_order(forwards, [RequestWork(PROMPTS[1], 0)])
+    read = {tap: values for tap, (values, _rows) in learned.read(shown, last=[13]).items()}
+    read[hf.graph.logits] = logits
     by_hand = {}
     writer = SimpleNamespace(begin_step=lambda **_step: None, tap=lambda tap, rows: by_hand.update({tap: rows.clone()}))
     rows = StepRows(phase="prefill", request=[0] * 14, position=range(14), sampled_rows=[13], kept=range(14))

@@ -36,6 +36,7 @@ class Step:
         self.request, self.position = (torch.tensor([row[at] for row in rows], dtype=torch.int32) for at in range(2))
         self.taps, self._rows_of = dict(taps or {}), dict(rows_of or {})
         self.sampled = None if sampled is None else torch.tensor(sampled)
+        self.ambiguous = None
         self.slot_mapping = None if slots is None else torch.tensor(slots)
         self.block_tables = tables
         self.entry = SimpleNamespace(num_rows=len(rows), num_bytes=num_bytes)

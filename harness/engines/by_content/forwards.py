@@ -1,0 +1,372 @@
+"""The tensors of a step, forward by forward, and how their rows are brought into the order of the step's work.
+
+A forward begins where token ids become vectors. All tensors up to the next look-up have its rows, in one of several
+layouts; small steps show which layout each site has.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum, auto
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from harness.engines.by_content.rows import (
+    EARLIER,
+    PADDING,
+    Habits,
+    RequestWork,
+    Told,
+    learn_habits,
+    starts_of,
+    tell_rows,
+)
+from harness.engines.by_content.steps import RETURNED, Lookup, Site, Stepper, Work, watched_run
+
+_MOST_PADDING = 8
+"""Rows that an engine adds behind its tokens, at most, where it does not show the ids of its rows."""
+
+
+@dataclass(slots=True)
+class Forward:
+    """The tensors of a step from one look-up of token ids to the next."""
+
+    lookup: Lookup | None
+    """None if the engine shows no look-up: all tensors of the step."""
+    ids: torch.Tensor
+    """[lines, tokens]; empty without a look-up."""
+    tensors: dict[Site, torch.Tensor] = field(default_factory=dict)
+
+
+class RowOrder(Enum):
+    """How the rows of a step are assumed to lie where the engine shows no look-up of token ids."""
+
+    PACKED = auto()
+    """One request after the other, in the order of the work."""
+    PADDED_RIGHT = auto()
+    """Side by side, one line for each request; padding is after its tokens."""
+    PADDED_LEFT = auto()
+    """Side by side; padding is before the tokens."""
+
+
+class Kind(IntEnum):
+    """What a dimension of a tensor counts, the more likely first."""
+
+    TOKENS = auto()
+    """All ids of the forward."""
+    COLUMNS = auto()
+    """The tokens of a line; the first dimension counts the lines."""
+    UNPADDED = auto()
+    """The ids that are no padding."""
+    CONTEXT = auto()
+    """All tokens of the forward's requests up to now, one request after the other."""
+    PADDED = auto()
+    """All ids of the forward, and padding that the engine adds later."""
+    REQUESTS = auto()
+    """The requests of the forward."""
+    ALL_REQUESTS = auto()
+    """The requests of the step."""
+
+
+class Layout(NamedTuple):
+    """How a tensor of a forward has rows."""
+
+    kind: Kind
+    dim: int
+    parts: int = 1
+    """Entries of the dimension for each row: heads, where these are one dimension with the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteRows:
+    """The rows of a site in the order of a step's work."""
+
+    values: torch.Tensor
+    """[rows, W]; or [requests, W] if only the last row of each request is computed."""
+    is_known: torch.Tensor
+    """[rows] or [requests] bool."""
+    is_by_request: bool
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one forward."""
+
+    rows: torch.Tensor
+    """[lines, tokens] int64."""
+    work: Sequence[RequestWork]
+    starts: Sequence[int]
+    ambiguous: Collection[int]
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        return self.rows.flatten()
+
+    @cached_property
+    def unpadded(self) -> torch.Tensor:
+        return self.flat[self.flat != PADDING]
+
+    @cached_property
+    def requests(self) -> list[int]:
+        """The requests of the forward, in the order of its rows."""
+        there = torch.bucketize(self.flat[self.flat >= 0], torch.tensor(self.starts[1:]), right=True)
+        return list(dict.fromkeys(there.tolist()))
+
+    @cached_property
+    def context(self) -> torch.Tensor:
+        """For each token of the requests up to now, its row in the work; earlier tokens have none."""
+        parts = []
+        for at in self.requests:
+            rows = self.flat[(self.flat >= self.starts[at]) & (self.flat < self.starts[at + 1])]
+            computed = torch.arange(self.starts[at], int(rows.max()) + 1)
+            parts.append(torch.cat([torch.full((self.work[at].first,), PADDING), computed]))
+        return torch.cat(parts) if parts else self.flat[:0]
+
+    def of(self, layout: Layout, size: int, *, is_by_work: bool) -> torch.Tensor | None:
+        """Return for each row of a tensor in a layout its row, or its request, in the work; None if it has others."""
+        match layout.kind:
+            case Kind.TOKENS | Kind.COLUMNS:
+                rows = self.flat
+            case Kind.UNPADDED:
+                rows = self.unpadded if size == len(self.unpadded) else self.flat
+            case Kind.CONTEXT:
+                rows = self.context
+            case Kind.PADDED:
+                rows = torch.cat([self.flat, torch.full((max(0, size - len(self.flat)),), PADDING)])
+            case Kind.REQUESTS:
+                rows = torch.tensor(sorted(self.requests) if is_by_work else self.requests, dtype=torch.int64)
+            case Kind.ALL_REQUESTS:
+                rows = torch.arange(len(self.work))
+        return rows if len(rows) == size else None
+
+    def layouts(self, shape: Sequence[int], *, is_assumed: bool) -> Iterator[Layout]:
+        """Yield the ways in which a tensor of this shape may have the rows of the forward."""
+        lines, columns = self.rows.shape
+        sizes = {Kind.TOKENS: len(self.flat), Kind.UNPADDED: len(self.unpadded), Kind.CONTEXT: len(self.context)}
+        sizes |= {Kind.REQUESTS: len(self.requests), Kind.ALL_REQUESTS: len(self.work)}
+        for dim, size in enumerate(shape):
+            yield from (Layout(kind, dim) for kind, count in sizes.items() if count == size)
+            if dim and shape[0] == lines and size == columns:
+                yield Layout(Kind.COLUMNS, dim)
+            if is_assumed and len(self.flat) < size <= len(self.flat) + _MOST_PADDING:
+                yield Layout(Kind.PADDED, dim)
+        for kind, padding in ((Kind.TOKENS, 0), (Kind.CONTEXT, 0), *([(Kind.PADDED, 1)] if is_assumed else [])):
+            count = sizes[Kind.TOKENS if kind is Kind.PADDED else kind] + padding
+            if len(shape) > 1 and count and shape[0] > count and not shape[0] % count:
+                yield Layout(kind, 0, shape[0] // count)
+
+
+class RowTeller:
+    """Brings the tensors of all forwards of a step into the order of its work."""
+
+    def __init__(self, lookups: Collection[Lookup], *, recomputes: bool = False) -> None:
+        """Prepare for an engine.
+
+        Args:
+            lookups: where token ids become vectors; empty if the engine does not show it.
+            recomputes: whether an engine that shows no look-up computes all earlier tokens of a request in each step.
+        """
+        self.lookups = frozenset(lookups)
+        self.order = RowOrder.PACKED
+        """Used if there are no look-ups."""
+        self._recomputes = recomputes
+        self._habits = {lookup: Habits() for lookup in self.lookups}
+        self._layouts: dict[Site, set[Layout]] = {}
+        self._is_by_work = True
+        """Whether rows of requests lie in the order of the work, and not in that of the forward's rows."""
+
+    @property
+    def pads(self) -> set[int]:
+        """Token ids of padding."""
+        return {token for habits in self._habits.values() for token in habits.pads}
+
+    def tell(self, forwards: Sequence[Forward], work: Sequence[RequestWork], *, is_whole: bool = True) -> Told:
+        """Tell the rows of all forwards of a step; those of different look-ups are of different models."""
+        if not self.lookups:
+            return Told([self._assumed(work) for _ in forwards])
+        rows: list[torch.Tensor] = [forward.ids for forward in forwards]
+        ambiguous = frozenset[int]()
+        for lookup, habits in self._habits.items():
+            places = [at for at, forward in enumerate(forwards) if forward.lookup == lookup]
+            if places:
+                told = tell_rows([forwards[at].ids for at in places], work, habits, is_whole=is_whole)
+                for at, rows_of_forward in zip(places, told.rows, strict=True):
+                    rows[at] = rows_of_forward
+                ambiguous |= told.ambiguous
+        return Told(rows, ambiguous)
+
+    def _assumed(self, work: Sequence[RequestWork]) -> torch.Tensor:
+        """Return the rows of a step's one forward, [lines, tokens]."""
+        lines, starts = [], starts_of(work)
+        for at, item in enumerate(work):
+            earlier = torch.full((item.first if self._recomputes else 0,), EARLIER)
+            lines.append(torch.cat([earlier, torch.arange(starts[at], starts[at + 1])]))
+        if self.order is RowOrder.PACKED:
+            return torch.cat(lines)[None]
+        width = max(map(len, lines))
+        pads = [torch.full((width - len(line),), PADDING) for line in lines]
+        is_left = self.order is RowOrder.PADDED_LEFT
+        return torch.stack(
+            [torch.cat([pad, line] if is_left else [line, pad]) for pad, line in zip(pads, lines, strict=True)]
+        )
+
+    def learn(self, forwards: Sequence[Forward], work: Sequence[RequestWork]) -> None:
+        """Learn from a small step of unlike tokens how the engine lays out its rows."""
+        for lookup, habits in self._habits.items():
+            ids = [forward.ids for forward in forwards if forward.lookup == lookup]
+            if ids:
+                learn_habits(ids, work, habits)
+
+    def learn_layouts(self, forwards: Sequence[Forward], work: Sequence[RequestWork]) -> None:
+        """Keep the layouts that each site has in all steps."""
+        for forward, rows in self._with_rows(forwards, work):
+            for site, tensor in forward.tensors.items():
+                layouts = {*rows.layouts(tensor.shape, is_assumed=not self.lookups)}
+                self._layouts[site] = self._layouts.get(site, layouts) & layouts
+
+    def learn_order_of_requests(
+        self, forwards: Sequence[Forward], work: Sequence[RequestWork], returned: torch.Tensor
+    ) -> None:
+        """Learn in which order rows of requests lie, from the logits that a step returned in the order of the work."""
+        num_equal = {}
+        for self._is_by_work in (False, True):
+            rows = self.in_order(forwards, work).values()
+            num_equal[self._is_by_work] = sum(
+                item.values.shape == returned.shape and torch.equal(item.values.to(returned), returned) for item in rows
+            )
+        self._is_by_work = num_equal[True] >= num_equal[False]
+
+    def in_order(
+        self, forwards: Sequence[Forward], work: Sequence[RequestWork], told: Told | None = None
+    ) -> dict[Site, SiteRows]:
+        """Return the rows of each site in the order of the work. Of a row that is computed twice, the last one counts.
+
+        Args:
+            forwards: of a step.
+            work: of the step.
+            told: what `tell` returns for them.
+        """
+        result: dict[Site, SiteRows] = {}
+        for forward, rows in self._with_rows(forwards, work, told):
+            for site, tensor in forward.tensors.items():
+                layout = min(self._layouts.get(site, ()), default=None)
+                values = None if layout is None else _rows_first(tensor, layout)
+                if layout is None or values is None:
+                    continue
+                places = rows.of(layout, len(values), is_by_work=self._is_by_work)
+                if places is not None:
+                    _put(result, site, values, places, rows, is_by_request=layout.kind >= Kind.REQUESTS)
+        return result
+
+    def padding_of(
+        self, forwards: Sequence[Forward], work: Sequence[RequestWork], site: Site, shape: Sequence[int]
+    ) -> tuple[int, torch.Tensor] | None:
+        """Return the dimension of a site's tensor that counts the rows of the last forward, and which are padding."""
+        layout = min(self._layouts.get(site, ()), default=None)
+        if layout is None or layout.kind not in (Kind.TOKENS, Kind.PADDED) or layout.parts > 1:
+            return None
+        told = self.tell(forwards, work, is_whole=False)
+        rows = _Rows(told.rows[-1], work, starts_of(work), told.ambiguous)
+        places = rows.of(layout, shape[layout.dim], is_by_work=True)
+        return None if places is None else (layout.dim, places == PADDING)
+
+    def _with_rows(
+        self, forwards: Sequence[Forward], work: Sequence[RequestWork], told: Told | None = None
+    ) -> Iterator[tuple[Forward, _Rows]]:
+        starts, told = starts_of(work), told or self.tell(forwards, work)
+        for forward, rows in zip(forwards, told.rows, strict=True):
+            yield forward, _Rows(rows, work, starts, told.ambiguous)
+
+
+def _rows_first(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+    """Return [rows, W] of a tensor in a layout; None if its shape does not fit."""
+    if not tensor.numel() or tensor.dim() <= layout.dim or tensor.shape[0] % layout.parts:
+        return None
+    if layout.kind is Kind.COLUMNS:
+        tensor = tensor.movedim(layout.dim, 1).flatten(0, 1)
+    else:
+        tensor = tensor.movedim(layout.dim, 0)
+    return tensor.reshape(len(tensor) // layout.parts, -1)
+
+
+def _put(
+    result: dict[Site, SiteRows],
+    site: Site,
+    values: torch.Tensor,
+    places: torch.Tensor,
+    rows: _Rows,
+    *,
+    is_by_request: bool,
+) -> None:
+    """Put rows of a forward where they belong in the work."""
+    there = places >= 0
+    if not bool(there.any()):
+        return
+    num = len(rows.work) if is_by_request else rows.starts[-1]
+    if site not in result:
+        result[site] = SiteRows(
+            values.new_zeros(num, values.shape[1]), torch.zeros(num, dtype=torch.bool), is_by_request
+        )
+    if result[site].values.shape == (num, values.shape[1]):
+        result[site].values[places[there]] = values[there.to(values.device)]
+        result[site].is_known[places[there]] = True
+        if not is_by_request:
+            result[site].is_known[[*rows.ambiguous]] = False
+
+
+def find_lookups(shown: Sequence[tuple[Lookup, torch.Tensor, bool]], tokens: Sequence[int]) -> list[Lookup]:
+    """Return where token ids become vectors.
+
+    Args:
+        shown: in the order of the run, what is given integers, these, and whether it makes numbers of them.
+        tokens: unlike token ids of a step.
+    """
+    ids_of: dict[Lookup, list[torch.Tensor]] = {}
+    for lookup, ids, _ in shown:
+        ids_of.setdefault(lookup, []).append(ids)
+    lookups = []
+    for lookup in dict.fromkeys(lookup for lookup, _, makes_numbers in shown if makes_numbers):
+        rest = iter([token for ids in ids_of[lookup] for token in ids.flatten().tolist()])
+        if all(token in rest for token in tokens):  # they are there in their order
+            module = lookup.of_module  # cheaper to watch than its operators
+            same = ids_of.get(module, [])
+            is_same = len(same) == len(ids_of[lookup]) and all(map(torch.equal, same, ids_of[lookup]))
+            lookups.append(module if lookup.path and is_same else lookup)
+    return list(dict.fromkeys(lookups))
+
+
+def run_step(
+    stepper: Stepper,
+    work: Work,
+    teller: RowTeller,
+    *,
+    keep: Callable[[Sequence[Forward], Site, torch.Tensor], torch.Tensor],
+    only: Collection[Site] | None = None,
+    rows: Sequence[int] | None = None,
+    following: Sequence[Sequence[int]] = (),
+) -> tuple[list[Forward], torch.Tensor, int]:
+    """Run a step; return its forwards with their tensors, its logits, and the number of rows that it made of them.
+
+    Args:
+        stepper: the engine.
+        work: of the step.
+        teller: knows where forwards begin.
+        keep: returns what to keep of a tensor; is given the forwards up to now, too.
+        only: the sites to show; None for all.
+        rows: see `watched_run`.
+        following: see `watched_run`.
+    """
+    forwards = [] if teller.lookups else [Forward(None, torch.empty(0, 0))]
+
+    def see(site: Site, tensor: torch.Tensor) -> None:
+        if forwards and site.what != RETURNED:
+            forwards[-1].tensors[site] = keep(forwards, site, tensor)
+
+    def begin(lookup: Lookup, ids: torch.Tensor, _makes_numbers: bool) -> None:
+        forwards.append(Forward(lookup, ids.reshape(-1, ids.shape[-1] if ids.dim() else 1)))
+
+    returned, num_rows = watched_run(
+        stepper, work, see, only=only, rows=rows, following=following, lookups=teller.lookups, on_ids=begin
+    )
+    return forwards, returned, num_rows

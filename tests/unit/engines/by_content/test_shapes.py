@@ -1,0 +1,64 @@
+"""However an engine lays out the rows of its steps, all of its taps are judged, and a mistake is found at its row."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import harness
+from harness.engines.by_content import StepEngine
+
+from .engine_shapes import AT, MISTAKES, SHAPES, Chunks, PaddedLeft, PaddedRight
+
+FOLDER = "qwen2-tiny"
+PROMPTS = [[5, 5, 9, 5, 5, 9, 0, 5, 5, 9, 5, 0], [5, 5, 9, 5, 7, 7, 7, 30], [0, 0, 3, 5, 5, 9, 5]]
+"""Equal beginnings, equal tokens, and tokens that are padding in other rows."""
+
+
+def check(engine, folder, dtype=torch.float32, schedules=("batched",)):
+    name = str(dtype).removeprefix("torch.")
+    adapter = StepEngine(lambda: engine, name="shape", folder=folder, dtype=name)
+    return harness.check(adapter, model=folder, prompts=PROMPTS, max_new_tokens=3, schedules=schedules, dtype=name)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.float32) for shape in SHAPES),
+        *product(SHAPES, (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_a_sound_engine_passes_with_all_taps(checkpoints, shape, dtype):
+    schedules = ["batched"] if shape in (PaddedLeft, PaddedRight) else ["batched", "mixed:5"]
+    report = check(shape(checkpoints / FOLDER, dtype), checkpoints / FOLDER, dtype, schedules)
+    assert report.is_ok, report.text()
+    for run in report.runs:
+        assert len(run.taps) == 48
+        assert run.coverage.rows_ambiguous <= 4
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("shape", "site"), list(product(SHAPES, MISTAKES)))
+def test_a_mistake_is_found_at_its_operation_and_row(checkpoints, shape, site):
+    engine = shape(checkpoints / FOLDER)
+    MISTAKES[site](engine)
+    (run,) = check(engine, checkpoints / FOLDER).runs
+    first = run.first_divergence
+    assert (first.tap, first.request, first.position) == (f"model.layers.1.{site.strip()}", 0, AT)
+
+
+class RepeatsFirstChunk(Chunks):
+    """Gives each chunk the tokens of the first one."""
+
+    def step(self, work):
+        def wrong(tokens):
+            return [tokens[at % self.size] if len(tokens) > self.size else token for at, token in enumerate(tokens)]
+
+        return super().step([(request, wrong(tokens), first) for request, tokens, first in work])
+
+
+def test_a_wrong_token_keeps_its_row(checkpoints):
+    (run,) = check(RepeatsFirstChunk(checkpoints / FOLDER), checkpoints / FOLDER, schedules=["plain"]).runs
+    first = run.first_divergence
+    assert (first.tap, first.request, first.position) == ("model.embed_tokens", 0, 5)
