@@ -34,6 +34,24 @@ class TapSource:
     """Why it was chosen as the tap."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What was seen of an engine whose tensors no adapter names."""
+
+    attached: str
+    """What the engine is: `a step object`, `a module`, `a folder of tensors`."""
+    rows_by: str
+    """What tells which token a row belongs to."""
+    num_tensors: int
+    """Tensors that were looked at."""
+    num_taps: Mapping[str, int]
+    """Taps by what identified their tensors: content, consumers, name, definition."""
+    num_forwards: tuple[int, int] | None = None
+    """Fewest and most forwards in a small step; None if the engine shows no look-up of token ids."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """For each site or tap that no tensor was taken for: why, and what would bring it."""
+
+
 class Verdict(StrEnum):
     """The judgement of one operation, or of one row of it; in the order of the members, from the best to the worst."""
 
@@ -229,6 +247,8 @@ class Divergence:
     step: int | None = None
     phase: str | None = None
     explanation: Explanation | None = None
+    source: TapSource | None = None
+    """The engine's tensor, with the line of code that makes it, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +403,8 @@ class CheckResult:
     """Remarks for the reader that are neither errors nor findings."""
     sources: Mapping[str, TapSource] = field(default_factory=dict)
     """The tensors that were taken for taps, where these were found and not declared."""
+    seen: Seen | None = None
+    """None if an adapter names the tensors."""
     schedules_not_run: tuple[str, ...] = ()
     """Schedules that were requested and that the time budget did not reach."""
     next_place: NextPlace | None = None

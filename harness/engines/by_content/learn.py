@@ -66,6 +66,7 @@ class _Probes:
     def __init__(self, stepper: Stepper, hf: HFModel, numbers: Iterator[int], draw: int) -> None:
         self.stepper, self.hf, self.numbers, self.draw = stepper, hf, numbers, draw
         self.ahead = tokens_ahead(stepper)
+        self.num_forwards: list[int] = []
 
     def ids(self, num: int, avoided: Collection[int] = ()) -> list[int]:
         """Return unlike token ids."""
@@ -85,6 +86,7 @@ class _Probes:
     ) -> _Step:
         """Run a step; `earlier` are the tokens of each request before it."""
         forwards, returned, _ = run_step(self.stepper, work, teller, keep=_copied, following=following)
+        self.num_forwards.append(len(forwards))
         before = earlier or [[] for _ in work]
         asked = [RequestWork([*old, *tokens], first) for (_, tokens, first), old in zip(work, before, strict=True)]
         return _Step(forwards, asked, returned.detach().to("cpu", copy=True))
@@ -127,7 +129,15 @@ def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterat
         teller.learn_order_of_requests(several.forwards, several.work, several.returned)
     if not teller.lookups and batch is not Batch.ONE_REQUEST:
         batch = _assumed_batch(probes, teller, taps)
-    return TapMap(taps=taps, uncertain=uncertain, teller=teller, batch=batch, num_tensors=num_tensors, refusal=refusal)
+    return TapMap(
+        taps=taps,
+        uncertain=uncertain,
+        teller=teller,
+        batch=batch,
+        num_tensors=num_tensors,
+        num_forwards=(min(probes.num_forwards), max(probes.num_forwards)) if teller.lookups else None,
+        refusal=refusal,
+    )
 
 
 def _taps(probes: _Probes, teller: RowTeller, dtype: torch.dtype) -> tuple[dict[str, MappedTap], dict[str, str], int]:

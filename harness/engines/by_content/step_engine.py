@@ -1,7 +1,7 @@
 """Adapter for a live torch engine that finds the tensor of each tap by its values."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, count, takewhile
@@ -33,7 +33,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind
 from harness.oracle.model import load_model
-from harness.results.check import TapSource
+from harness.results.check import Seen, TapSource
 from harness.results.settings import ModelSettings
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
@@ -134,6 +134,7 @@ class StepEngine:
                 tap for tap, mapped in learned.taps.items() if mapped.is_sampled_only and tap not in graph.head
             ),
             notes=(*_notes(learned), *getattr(stepper, "notes", ())),
+            seen=_seen(learned, stepper, graph, kept),
             sources=_sources(learned, stepper),
         )
         del self._first  # runs open the engine again
@@ -424,15 +425,31 @@ def _tokens(parts: list[Part]) -> list[int]:
 
 def _notes(learned: TapMap) -> Iterator[str]:
     """Yield notes on the map for the report."""
-    yield f"{len(learned.taps)} taps were found by content among {learned.num_tensors} tensors"
     if learned.refusal is not None:
         yield f"each step has one request, since one of two raised {learned.refusal}"
     guessed = [mapped.tap for mapped in learned.taps.values() if mapped.evidence not in ("content", "definition")]
     if guessed:
         yield f"found by what is around them, since their own value is another: {', '.join(guessed[:4])}"
-    if learned.uncertain:
-        tap, why = next(iter(learned.uncertain.items()))
-        yield f"{len(learned.uncertain)} taps are not judged: {tap}: {why}"
+
+
+_NO_CACHE = "the engine has no method cached(request), or it does not return this layer"
+_NOT_HELD = "no tensor of the engine holds it: it may be computed inside of another operation"
+
+
+def _seen(learned: TapMap, stepper: Stepper, graph: Graph, kept: Collection[str]) -> Seen:
+    """Return what was seen of an engine."""
+    lost = dict.fromkeys(graph.not_shown(kept, caches=True), _NO_CACHE)
+    for name in graph.not_shown(learned.taps):
+        taps = [op.tap for op in graph if name in (op.tap, op.site)]
+        lost[name] = next((learned.uncertain[tap] for tap in taps if tap in learned.uncertain), _NOT_HELD)
+    return Seen(
+        attached=getattr(stepper, "attached", "a step object"),
+        rows_by="the token ids that it looks up" if learned.teller.lookups else "the order of the work",
+        num_tensors=learned.num_tensors,
+        num_taps=Counter(mapped.evidence.value for mapped in learned.taps.values()),
+        num_forwards=learned.num_forwards,
+        lost=lost,
+    )
 
 
 def _outlived(workload: Workload, num_tokens: int) -> str:

@@ -71,6 +71,8 @@ class TapMap:
     """What a step may hold."""
     num_tensors: int
     """Tensors that were looked at."""
+    num_forwards: tuple[int, int] | None = None
+    """Fewest and most forwards in the steps that were learned from; None if the engine shows no look-up."""
     refusal: str | None = None
     """What the engine raised in a step of several requests."""
 

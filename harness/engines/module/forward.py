@@ -268,6 +268,9 @@ def _described(output: Any) -> str:
 class ModuleStepper:
     """Feeds a module each token once if it takes and returns a cache, and else all tokens again in each step."""
 
+    attached = "a module"
+    """See `harness.results.check.Seen`."""
+
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         """Look at the module's forward.
 

@@ -84,7 +84,7 @@ def _check_engine(
         golden_s = time.perf_counter() - begin
         runs: list[RunResult] = []
         for run in _run_schedules(plan, engine, golden, hf, out, report):
-            runs.append(with_settings(run, settings))
+            runs.append(_with_source(with_settings(run, settings), engine.capabilities.sources))
             if time.perf_counter() > deadline or (plan.case.stops_early and run.outcome is Outcome.MISMATCH):
                 break
     is_wrong = any(run.outcome is Outcome.MISMATCH for run in runs)
@@ -99,6 +99,7 @@ def _check_engine(
         runs=tuple(runs),
         golden_s=golden_s,
         sources=engine.capabilities.sources,
+        seen=engine.capabilities.seen,
         notes=(
             *plan.notes,
             *golden.notes,
@@ -110,6 +111,14 @@ def _check_engine(
         schedules_not_run=not_run,
         next_place=next_place(plan, runs, engine.capabilities.sources),
     )
+
+
+def _with_source(run: RunResult, sources: Mapping[str, TapSource]) -> RunResult:
+    """Return a run whose first divergence names the engine's tensor."""
+    first = run.first_divergence
+    if first is None or first.tap not in sources:
+        return run
+    return replace(run, first_divergence=replace(first, source=sources[first.tap]))
 
 
 def _run_schedules(

@@ -47,6 +47,7 @@ def check_json(result: CheckResult) -> dict[str, Any]:
             "compare": sum_seconds([run.compare_s for run in result.runs]),
         },
         "findings": [plain(finding) | {"schedule": run.schedule} for run in result.runs for finding in run.findings],
+        "seen": result.seen,
         "notes": result.notes,
         "sources": [{"tap": tap} | plain(source) for tap, source in result.sources.items()],
         "runs": [run_json(run) for run in result.runs],

@@ -16,6 +16,8 @@ from harness.report.check.sentences import (
     finding_lines,
     legend,
     printable,
+    seen_sentence,
+    source_sentence,
     subject,
 )
 from harness.report.check.table import Role, Row, Section, sections
@@ -27,6 +29,8 @@ _IN_A_TARGET = "/:?&=%#,;+@~-._"
 def check_markdown(result: CheckResult) -> str:
     """Return a check as Markdown; names are escaped, and the table of a sound check is folded."""
     lines = [f"### {result.outcome}: {escaped(' · '.join(subject(result)))}", "", escaped(" · ".join(extent(result)))]
+    if (sentence := seen_sentence(result)) is not None:
+        lines += ["", f"Seen: {escaped(sentence)}"]
     parts = sections(result)
     for section in parts:
         lines += ["", *_section(section, printable(result.dtype), is_only=len(parts) == 1)]
@@ -76,7 +80,9 @@ def _section(section: Section, dtype: str, *, is_only: bool) -> Iterator[str]:
 def _divergence(divergence: Divergence) -> str:
     tap = escaped(divergence.tap)
     place, size = escaped(divergence_place(divergence)), escaped(divergence_size(divergence))
-    return f"**First divergence: {tap}** at {place}: {size} ({divergence.code})"
+    source = source_sentence(divergence)
+    engine = f"; in the engine: {escaped(source)}" if source else ""
+    return f"**First divergence: {tap}** at {place}: {size} ({divergence.code}){engine}"
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

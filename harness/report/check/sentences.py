@@ -19,6 +19,7 @@ from harness.results.check import (
     Provenance,
     RowId,
     RunResult,
+    Seen,
     TokenResult,
     VerifiedStep,
 )
@@ -91,10 +92,21 @@ def divergence_lines(divergence: Divergence) -> Iterator[tuple[str, str]]:
     yield "First divergence:", printable(divergence.tap)
     yield "", divergence_place(divergence)
     yield "", f"{divergence_size(divergence)} ({divergence.code})"
+    source = source_sentence(divergence)
+    if source is not None:
+        yield "", f"in the engine: {source}"
     if divergence.explanation:
         cause, *rest = explanation_lines(divergence.explanation)
         yield "           Cause:", cause
         yield from (("", line) for line in rest)
+
+
+def source_sentence(divergence: Divergence) -> str | None:
+    """Return the engine's tensor and its line of code; None if an adapter names the tensors."""
+    source = divergence.source
+    if source is None:
+        return None
+    return printable(source.tensor + (f" at {source.code}" if source.code else ""))
 
 
 def explanation_lines(explanation: Explanation) -> Iterator[str]:
@@ -189,7 +201,7 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
         longest = max(map(len, ways.values()))
         yield "granularity", f"{count(len(ways), 'tap')} judged through up to {longest} that were not recorded"
     if coverage.not_offered:
-        yield "not offered", _names(coverage.not_offered)
+        yield "not offered", _not_offered(coverage, result.seen)
     if result.outcome is Outcome.PASS:
         yield "not judged", _not_judged(coverage)
     for note in result.notes:
@@ -197,6 +209,33 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     timings = _timings(result.golden_s, runs)
     if timings:
         yield "timings", timings
+
+
+def seen_sentence(result: CheckResult) -> str | None:
+    """Return how an engine's tensors were seen; None if an adapter names them."""
+    seen = result.seen
+    if seen is None:
+        return None
+    parts = [seen.attached]
+    if seen.num_forwards is not None:
+        least, most = seen.num_forwards
+        parts.append(f"{count(least, 'forward') if least == most else f'{least} to {most} forwards'} in a step")
+    parts.append(f"rows told by {seen.rows_by}")
+    ways = ", ".join(f"{number_of_taps} by {way}" for way, number_of_taps in seen.num_taps.items())
+    parts.append(f"{count(sum(seen.num_taps.values()), 'tap')} among {count(seen.num_tensors, 'tensor')}: {ways}")
+    share = sum_coverage(result.runs).judged_compute
+    if share is not None:
+        parts.append(f"judged outputs are {100 * share:.0f} % of the model's multiply-adds")
+    return printable("; ".join(parts))
+
+
+def _not_offered(coverage: Coverage, seen: Seen | None) -> str:
+    """Return the names of what an engine does not show, by the reason for it."""
+    reasons: dict[str, list[str]] = {}
+    for name in coverage.not_offered:
+        reasons.setdefault(seen.lost.get(name, "") if seen else "", []).append(name)
+    parts = [_names(names) + (f" ({printable(reason)})" if reason else "") for reason, names in reasons.items()]
+    return "; ".join(parts)
 
 
 def _control(result: CheckResult) -> str | None:

@@ -1,4 +1,4 @@
-"""The check for people at a terminal: verdict, table, first divergence, findings, facts; and what a check would cost.
+"""The check for people at a terminal: verdict, first divergence, table, findings, facts; and what a check would cost.
 
 A wider terminal shows more columns. Colour only repeats what the words say, so a log without colour loses nothing.
 """
@@ -21,6 +21,7 @@ from harness.report.check.sentences import (
     finding_lines,
     legend,
     printable,
+    seen_sentence,
     subject,
 )
 from harness.report.check.table import Role, Row, Section, sections
@@ -58,17 +59,17 @@ class _Page:
 def check_text(result: CheckResult, *, width: int, color: bool) -> str:
     """Return a check as lines of at most `width` columns (80 at least), with ANSI colours where `color` is true."""
     page = _Page(max(width, MIN_WIDTH), color)
-    blocks: list[Iterable[str]] = [_headline(result, page)]
+    blocks: list[Iterable[str]] = [_headline(result, page), _seen(result, page)]
     parts, key = sections(result), list(_legend(result, page))
     for part in parts:
         if len(parts) > 1:
             blocks.append(_title(part, page))
+        if part.divergence:
+            blocks.append(_divergence(part.divergence, page))
         rows = part.rows()
         if rows and (len(parts) == 1 or part.outcome is not Outcome.PASS):
             blocks += [_table(rows, page), key]
             key = []
-        if part.divergence:
-            blocks.append(_divergence(part.divergence, page))
     return blocks_text([*blocks, _findings(result, page), _facts(result, page)])
 
 
@@ -80,6 +81,12 @@ def _headline(result: CheckResult, page: _Page) -> Iterator[str]:
     solid = [part.replace(" ", NO_BREAK) for part in (*what, *counts)]
     text = f"{NO_BREAK}· ".join([*solid, schedules])
     return page.wrap(word, text, "bold", _OUTCOMES[result.outcome], indent=indent)
+
+
+def _seen(result: CheckResult, page: _Page) -> Iterator[str]:
+    sentence = seen_sentence(result)
+    if sentence is not None:
+        yield from page.wrap("  seen", sentence, "dim", indent=15)
 
 
 def _title(section: Section, page: _Page) -> Iterator[str]:

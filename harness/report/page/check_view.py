@@ -18,6 +18,8 @@ from harness.report.check.sentences import (
     legend,
     number,
     printable,
+    seen_sentence,
+    source_sentence,
     subject,
 )
 from harness.report.check.table import CONSEQUENCE_RATIO, Section, merge_taps, sections
@@ -183,6 +185,7 @@ def check_view(result: CheckResult) -> View:
         "sentence": _sentence(result),
         "subject": tuple(subject(result)),
         "extent": tuple(extent(result)),
+        "seen": seen_sentence(result),
         "sections": tuple(_section(section) for section in sections(result)),
         "findings": tuple(findings),
         "more_findings": rest,
@@ -238,6 +241,7 @@ def _culprit(section: Section) -> View | None:
         "code": divergence.code.value,
         "place": divergence_place(divergence),
         "size": divergence_size(divergence),
+        "source": source_sentence(divergence),
         "cause": cause,
         "details": tuple(detail for detail in details if detail),
     }

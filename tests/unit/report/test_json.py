@@ -11,8 +11,8 @@ from .examples import NUM_ROWS, build
 
 KEYS = [
     "schema_version", "verdict", "engine", "model", "dtype", "device", "num_requests", "num_rows", "num_taps",
-    "schedules", "first_divergence", "taps", "tokens", "coverage", "timings_s", "findings", "notes", "sources", "runs",
-    "schedules_not_run", "next",
+    "schedules", "first_divergence", "taps", "tokens", "coverage", "timings_s", "findings", "seen", "notes", "sources",
+    "runs", "schedules_not_run", "next",
 ]  # fmt: skip
 RUN_KEYS = {
     "schedule", "verdict", "num_rows", "taps", "findings", "first_divergence", "tokens", "logits", "coverage",
@@ -20,7 +20,7 @@ RUN_KEYS = {
 }  # fmt: skip
 DIVERGENCE_KEYS = {
     "tap", "request", "position", "verdict", "code", "local_roundings", "bound_roundings", "propagated_ratio",
-    "schedule", "step", "phase", "explanation",
+    "schedule", "step", "phase", "explanation", "source",
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_the_keys_are_the_promised_ones(result: CheckResult):
     assert set(document["tokens"]) == {"compared", "equal", "ties"}
     assert set(document["coverage"]) == {
         "expected", "recorded", "missing", "missing_taps", "not_offered", "triggers", "only_through", "not_judged",
-        "judged_compute", "states_left_out", "rows_left_out", "least_rows_found",
+        "judged_compute", "states_left_out", "rows_ambiguous", "rows_left_out", "least_rows_found",
     }  # fmt: skip
     assert set(document["timings_s"]) == {"golden", "engine", "compare"}
     assert document["first_divergence"] is None or set(document["first_divergence"]) == DIVERGENCE_KEYS

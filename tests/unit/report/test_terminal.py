@@ -88,7 +88,7 @@ def test_nothing_checked_has_no_table():
 
 def test_schedules_that_pass_take_one_line_beside_one_that_does_not():
     text = check_text(build("schedules"), width=100, color=False)
-    assert "\npasses:   plain, chunked\n\ndiffers:  batched\n\n  layer  operation" in text
+    assert "\npasses:   plain, chunked\n\ndiffers:  batched\n\nFirst divergence:" in text
     assert text.count("layer  operation") == 1
 
 
