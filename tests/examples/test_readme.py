@@ -17,7 +17,9 @@ def test_the_planted_bug_is_found_where_the_readme_says():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.startswith("MISMATCH  reference · qwen3-tiny · float32")
     shown = README.blocks("text")[0]
-    assert without_figures(shown[shown.index("First divergence") : shown.index("  layer ")]) in without_figures(done.stdout)
+    assert without_figures(shown[shown.index("First divergence") : shown.index("  layer ")]) in without_figures(
+        done.stdout
+    )
 
 
 def without_figures(text: str) -> str:
