@@ -74,7 +74,8 @@ class MtpLayers:
         layers = list(self.model.layers)
         del self.model.layers
         self.model.layers = layers  # no modules of the class's own: each is in the main model now
-        self._following: Sequence[Sequence[int]] = ()
+        self.following: Sequence[Sequence[int]] = ()
+        """Of each request the tokens after those of a forward, as far as they are known."""
         decoder.layers.extend(self._parts)
         decoder.register_forward_hook(self._run, with_kwargs=True)
 
@@ -93,11 +94,11 @@ class MtpLayers:
     @contextmanager
     def followed_by(self, following: Sequence[Sequence[int]]) -> Iterator[None]:
         """Say which tokens follow those that forwards in the block are given, as many of each request as there are."""
-        self._following = following
+        before, self.following = self.following, following
         try:
             yield
         finally:
-            self._following = ()
+            self.following = before
 
     def new_cache(self) -> Any:
         """Return an empty cache of HF's for these layers."""
@@ -109,7 +110,7 @@ class MtpLayers:
         ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
         (num_requests, num_tokens), hidden = ids.shape, output.last_hidden_state
         ahead = torch.zeros(num_requests, self.num_depths, dtype=ids.dtype, device=ids.device)
-        for line, tokens in zip(ahead, self._following, strict=False):
+        for line, tokens in zip(ahead, self.following, strict=False):
             known = list(tokens)[: self.num_depths]
             line[: len(known)] = torch.tensor(known, dtype=ids.dtype)
         ids = torch.cat([ids, ahead], dim=1)

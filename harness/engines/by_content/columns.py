@@ -41,9 +41,12 @@ class Columns:
         return self.order is None or all(a < b for a, b in pairwise(self.order))
 
     @property
-    def own_order(self) -> tuple[int, ...] | None:
-        """The order, counted from the first column."""
-        return None if self.order is None else tuple(at - self.start for at in self.order)
+    def ranks(self) -> tuple[int, ...] | None:
+        """The order, without the columns of no element; None if it is rising."""
+        if self.order is None or self.is_rising:
+            return None
+        rank = {column: at for at, column in enumerate(sorted(self.order))}
+        return tuple(rank[column] for column in self.order)
 
     @property
     def places(self) -> Sequence[int]:
@@ -127,7 +130,11 @@ class ColumnIndex:
     def _find(self, value: torch.Tensor, tolerance: float, *, may_be_permuted: bool) -> list[Fit]:
         projected, scale = self._project(value), _scale(value)
         distance = scale * tolerance / len(value) ** 0.5
-        begins = [self._begins(at, projected[:, at], float(distance[at])) for at in _samples(value)]
+        begins = []
+        for at in _samples(value):
+            begins.append(self._begins(at, projected[:, at], float(distance[at])))
+            if not begins[-1]:
+                return []
         fits = []
         for index in sorted(set.intersection(*map(set, begins)))[:_MOST_TENSORS]:
             common = set.intersection(*(begin[index] for begin in begins))
@@ -180,6 +187,20 @@ class ColumnIndex:
         if len(set(nearest)) < len(nearest):
             return None
         return Columns(start=min(nearest), stop=max(nearest) + 1, order=tuple(nearest))
+
+
+def order_of_row(row: torch.Tensor, value: torch.Tensor, tolerance: float) -> tuple[int, ...] | None:
+    """Return the column [W] of each element of a value [W] in a row that has these elements in another order.
+
+    None if it has others, or the same order.
+    """
+    (sorted_row, columns), (sorted_value, elements) = row.sort(), value.sort()
+    slack = tolerance * float(value.norm()) / len(value) ** 0.5
+    if float((sorted_row - sorted_value).abs().max()) > 4 * slack or float(sorted_value.diff().min()) <= 0:
+        return None
+    order = torch.empty_like(columns)
+    order[elements] = columns
+    return None if bool((order.diff() > 0).all()) else tuple(order.tolist())
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,13 +10,22 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, islice, product
+from itertools import combinations
 from math import prod
 
 import torch
 
-from harness.engines.by_content.columns import Columns, Fit, Table, TableIndex, limit_of_same, relative_error
+from harness.engines.by_content.columns import (
+    Columns,
+    Fit,
+    Table,
+    TableIndex,
+    limit_of_same,
+    order_of_row,
+    relative_error,
+)
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
+from harness.engines.by_content.relations import Candidate, Relations
 from harness.engines.by_content.tap_map import TapEvidence
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.model import HFModel
@@ -92,17 +101,10 @@ _LEAST_SHARP, _SHARP_ROUNDINGS = 2e-5, 6
 """Relative error up to which a tensor is what HF computes, and not only near to it."""
 _SAME = 1e-6
 """Relative error up to which two values of HF's are one, and may be one tensor."""
-_MOST_CANDIDATES = 24
-_MOST_TRIALS = 120
-"""Without a success."""
-_MOST_TOGETHER = 2
-"""Values that are tried together: a query and its key."""
-_ENOUGH = 3
-"""Values that are found after those on trial, and end the search."""
+_NEAR, _NEAR_SHARE = 1.0, 0.5
+"""Relative error of the tensor nearest to a lost value, and its share of those of others, for it to be taken."""
 _SHARE_OF_NAMES = 0.8
 """Of the names of tensors, those that must follow from other layers' for a name alone to be believed."""
-_WINDOW = 40
-"""Operations after those on trial that are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,7 @@ class TapFinder:
         first_of: dict[bytes, int] = {}
         self._copy_of = [first_of.setdefault(_digest(table.rows), at) for at, table in enumerate(tables)]
         """By table, the first one that holds the same."""
+        self._relations = Relations(hf, ids, tables, rounding=rounding, limit=self._sharp_limit)
         self._names = names
         self._permutable = _before_attention(hf.graph)
         self._place = {op.tap: at for at, op in enumerate(hf.graph)}
@@ -167,7 +170,8 @@ class TapFinder:
         self._orders: dict[str, tuple[int, ...] | None] = {}
         """By site, the order of columns that most layers have."""
         self._near: dict[str, list[Fit]] = {}
-        self._num_trials = 0
+        self._lost_values: dict[str, torch.Tensor] = {}
+        """HF's values [T, W] of the taps that the latest run did not find."""
         self._barred = set[tuple[str, int]]()
         """Taps with tables that are another tap's."""
         self.chosen: dict[str, FoundTensor] = {}
@@ -190,18 +194,48 @@ class TapFinder:
         """Return by site the order of columns that more than half of the layers have, and two of them at least."""
         orders: dict[str, list[tuple[int, ...] | None]] = defaultdict(list)
         for tap in self.chosen.keys() & self._permutable:
-            orders[self._hf.graph[tap].site].append(self.chosen[tap].columns.own_order)
+            orders[self._hf.graph[tap].site].append(self.chosen[tap].columns.ranks)
         most = {site: Counter(orders_of_site).most_common(1)[0] for site, orders_of_site in orders.items()}
         return {site: order for site, (order, num) in most.items() if num > 1 and 2 * num > len(orders[site])}
 
     def _find(self) -> None:
-        self._num_trials = 0
         self._barred.clear()
         self.chosen = self._walk({})
-        tried = set[tuple[str, bool]]()
-        while self._find_by_names() or self._find_by_what_follows(tried):
+        while self._find_by_relations() or self._find_by_names() or self._find_by_nearness():
             pass
         self._find_logits()
+
+    def find_first_not_finite(self) -> None:
+        """Take the first tensor without a finite row for the first value that no tensor holds, if it is as wide.
+
+        For all tensors of a run in its order, whose logits are not finite: nothing else tells what these hold.
+        """
+        lost = next((op for op in self._lost() if set(op.inputs) <= self.chosen.keys()), None)
+        if lost is None:
+            return
+        begin = max((self.chosen[tap].table for tap in lost.inputs), default=-1) + 1
+        width = prod(lost.shape)
+        for at, table in enumerate(self.tables[begin:], start=begin):
+            if table.rows.shape[1] == width and not bool(table.rows.isfinite().all(dim=1).any()):
+                columns = Columns(start=0, stop=width)
+                self.chosen[lost.tap] = FoundTensor(table=at, columns=columns, evidence=TapEvidence.NOT_FINITE)
+                return
+
+    def look_up_embedding(self, dtype: torch.dtype) -> None:
+        """Take HF's embedding of the tokens where no tensor holds it, so that what reads it can be judged.
+
+        Not if HF computes anything with it besides and the engine rounds that.
+        """
+        tap = next((op.tap for op in self._hf.graph if op.kind is Kind.EMBEDDING), None)
+        value = None if tap is None else self._lost_values.get(tap)
+        weight = self._hf.model.get_input_embeddings().weight
+        if tap is None or value is None or tap in self.chosen:
+            return
+        if dtype is torch.float32 or torch.equal(weight[self._ids.flatten().to(weight.device)].cpu(), value):
+            self.tables = [*self.tables, Table("HF's embedding of the tokens", value.to(dtype))]
+            columns = Columns(start=0, stop=value.shape[1])
+            tensor = FoundTensor(table=len(self.tables) - 1, columns=columns, evidence=TapEvidence.LOOKED_UP)
+            self.chosen = {tap: tensor, **self.chosen}
 
     def rows(self, tap: str) -> torch.Tensor:
         """Return the rows of a tap that was found, [T, W]; or [1, W] of the last token's row."""
@@ -222,38 +256,35 @@ class TapFinder:
     def _rows(self, tensor: FoundTensor) -> torch.Tensor:
         return tensor.columns.of((self.last_rows if tensor.is_last_row else self.tables)[tensor.table].rows)
 
-    def _walk(self, assumed: Mapping[str, FoundTensor], *, until: int | None = None) -> dict[str, FoundTensor]:
+    def _walk(self, assumed: Mapping[str, FoundTensor]) -> dict[str, FoundTensor]:
         """Run HF over the engine's values, and return the tensors that hold what follows.
 
         Args:
             assumed: tensors to take where no tensor holds HF's value.
-            until: place of the operation after which to end.
         """
         taken: list[_Taken] = []
         num_barred = len(self._barred)
+        self._lost_values.clear()
         first = min((self._place[tap] for tap in assumed), default=0)
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
-            place = self._place[operation.tap]
-            if until is not None and place > until:
-                raise EndOfRun
             if operation.kind is Kind.CHOICE:
                 return None
-            if place < first and not self._is_barred(operation.tap):
+            if self._place[operation.tap] < first and not self._is_barred(operation.tap):
                 chosen = self.chosen.get(operation.tap)  # does not depend on what is assumed
             else:
-                chosen = self._holding(operation, value, taken, exactly=until is not None)
-                chosen = chosen or assumed.get(operation.tap)
+                chosen = self._holding(operation, value, taken) or assumed.get(operation.tap)
             if len(self._barred) > num_barred:
                 raise EndOfRun
             if chosen is None:
+                self._lost_values[operation.tap] = value
                 return None
             taken.append(_Taken(operation.tap, chosen, value))
-            return _in_place_of(value, self._rows(chosen))
+            return in_place_of(value, self._rows(chosen))
 
         run_hf(self._hf, self._ids, look)
         if len(self._barred) > num_barred:
-            return self._walk(assumed, until=until)
+            return self._walk(assumed)
         return {item.tap: item.tensor for item in taken}
 
     def _is_barred(self, tap: str) -> bool:
@@ -263,20 +294,17 @@ class TapFinder:
             return False
         return (tap, self._copy_of[chosen.table]) in self._barred
 
-    def _holding(
-        self, operation: Operation, value: torch.Tensor, taken: Sequence[_Taken], *, exactly: bool
-    ) -> FoundTensor | None:
+    def _holding(self, operation: Operation, value: torch.Tensor, taken: Sequence[_Taken]) -> FoundTensor | None:
         """Return the tensor that holds a value to rounding: of several that do, the one whose name is like it."""
         fits = [
             fit
-            for fit in self._index.find(value, exactly=exactly)
+            for fit in self._index.find(value)
             if self._may_have(operation, fit.columns)
             and (operation.tap, self._copy_of[fit.index]) not in self._barred
             and self._is_free(fit, value, taken)
         ]
         if not fits or fits[0].error > self._index.fine:
-            if not exactly:
-                self._near[operation.tap] = fits
+            self._near[operation.tap] = fits
             return self._holding_last_row(operation, value)
         limit = limit_of_same(fits[0].error, self._rounding)  # up to it names decide
 
@@ -329,7 +357,7 @@ class TapFinder:
         """Whether columns may lie so: products of queries and keys do not show the order of their heads' elements."""
         if operation.tap not in self._permutable:
             return columns.is_rising
-        return operation.site not in self._orders or columns.own_order == self._orders[operation.site]
+        return operation.site not in self._orders or columns.ranks == self._orders[operation.site]
 
     def _find_by_names(self) -> bool:
         """Take tensors by their names for values after which nothing was found; return whether more was found."""
@@ -463,63 +491,95 @@ class TapFinder:
                     ahead.append(reader)
         return False
 
-    def _find_by_what_follows(self, tried: set[tuple[str, bool]]) -> bool:
-        """Take the tensors for a lost value from which HF computes what the engine computed next.
-
-        Tensors that are near to the value come first, for every lost one; then any others of its width.
-        """
-        lost = {op.tap: op for op in self._lost()}
-        end = min(map(self._place.__getitem__, lost), default=0) + _WINDOW
-        wrong = {self._hf.graph[tap].site for tap in self.chosen if self._is_blurred(tap)}
-        ahead = sorted((op for tap, op in lost.items() if self._place[tap] < end), key=lambda op: op.site not in wrong)
-        lost = {op.tap: op for op in ahead}  # what is wrong in one layer is likely to be in others
-        for is_near, tap in product((True, False), lost):
-            if (tap, is_near) in tried:
-                continue
-            tried.add((tap, is_near))
-            together = {item for reader in self._readers[tap] for item in self._hf.graph[reader].inputs if item in lost}
-            for group in [[tap], sorted(together, key=self._place.__getitem__)][: 1 if len(together) == 1 else 2]:
-                if 0 < len(group) <= _MOST_TOGETHER and self._try([lost[item] for item in group], is_near=is_near):
-                    return True
+    def _find_by_relations(self) -> bool:
+        """Take what relations between tensors tell, wherever in the model; return whether more was found."""
+        candidates = {op.tap: fitting for op in self._lost() if (fitting := self._candidates(op))}
+        if not candidates:
+            return False
+        known = {tap: self._rows(tensor) for tap, tensor in self.chosen.items() if not tensor.is_last_row}
+        before = {tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT}
+        for told in self._relations.assignments(known, candidates, self._may_be):
+            new = {
+                tap: FoundTensor(table=item.table, columns=item.columns, evidence=TapEvidence.CONSUMERS)
+                for tap, item in told.items()
+            }
+            trial = self._walk({**before, **new}) if new else {}
+            kept = {
+                tap: tensor
+                for tap, tensor in trial.items()
+                if tensor.evidence is not TapEvidence.CONTENT and (tap in before or self._leads_on(tap, trial))
+            }
+            if kept and self._take(self._walk(kept)):
+                return True
         return False
 
-    def _try(self, operations: Sequence[Operation], *, is_near: bool) -> bool:
-        """Try tensors for operations together; return whether there are some from which HF goes on as the engine."""
-        before = {tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT}
-        last = self._place[operations[-1].tap] + _WINDOW
-        most, best = 0, dict[str, FoundTensor]()
-        candidates = [list(islice(self._candidates(op, is_near=is_near), _MOST_CANDIDATES)) for op in operations]
-        for chosen in product(*candidates):
-            if self._num_trials >= _MOST_TRIALS or most >= _ENOUGH:
-                break
-            self._num_trials += 1
-            taken = {op.tap: tensor for op, tensor in zip(operations, chosen, strict=True)}
-            trial = self._walk({**before, **taken}, until=last)
-            new = len(self._sharp(trial) - self._sharp(self.chosen))
-            if new > most and all(self._leads_on(op.tap, trial) for op in operations):
-                most, best = new, taken
-        if not best or not self._take(self._walk({**before, **best})):
-            return False
-        self._num_trials = 0
-        return True
+    def _may_be(self, operation: Operation, table: int, columns: Columns) -> bool:
+        return self._may_have(operation, columns) and not self._is_claimed(table, columns)
 
-    def _candidates(self, operation: Operation, *, is_near: bool) -> Iterator[FoundTensor]:
-        """Yield what may be an operation's value: what is near to it, or tensors of its width, each once."""
+    def _candidates(self, operation: Operation) -> list[Candidate]:
+        """Return the unclaimed tensors that may be an operation's value, each content once.
+
+        These are tensors near to HF's value, those as wide as it, and the columns that hold it in other layers.
+        """
         width = prod(operation.shape)
         places = [(fit.index, fit.columns) for fit in self._near.get(operation.tap, ())]
-        if not is_near:
-            whole = Columns(start=0, stop=width)
-            read = [self.chosen[tap].table for tap in operation.inputs if tap in self.chosen]
-            begin = max(read, default=-1) + 1  # in the order of a run it comes after what it is computed from
-            order = (*range(begin, len(self.tables)), *range(begin))
-            places = [(at, whole) for at in order if self.tables[at].rows.shape[1] == width]
-        seen: list[torch.Tensor] = []
-        for at, columns in places:
-            candidate = FoundTensor(table=at, columns=columns, evidence=TapEvidence.CONSUMERS)
-            rows = self._rows(candidate)
-            if not self._is_claimed(at, columns) and not any(torch.equal(rows, earlier) for earlier in seen):
-                seen.append(rows)
-                yield candidate
+        in_other_layers = {
+            (self.tables[tensor.table].rows.shape[1], tensor.columns) for tensor in self._of_site(operation).values()
+        }
+        for at, table in enumerate(self.tables):
+            room = table.rows.shape[1]
+            places += [(at, columns) for wide, columns in in_other_layers if wide == room]
+            places += [(at, self._order_as_read(operation, table))] if room == width else []
+        candidates = [self._relations.candidate(*place) for place in places if self._may_be(operation, *place)]
+        return list({item.content: item for item in candidates if item is not None}.values())
+
+    def _order_as_read(self, operation: Operation, table: Table) -> Columns:
+        """Return the columns of a whole tensor: the elements of heads lie as in what the operation reads.
+
+        Else as in other layers, or as at position 0, where rotary turns nothing.
+        """
+        whole, order = Columns(start=0, stop=prod(operation.shape)), None
+        if operation.tap in self._permutable:
+            read = [self.chosen[tap] for tap in operation.inputs if tap in self.chosen and tap in self._permutable]
+            alike = [*read, *self._of_site(operation).values()]
+            value = self._lost_values.get(operation.tap)
+            if alike:
+                order = alike[0].columns.ranks
+            elif value is not None and operation.kind is Kind.ROTARY:
+                order = order_of_row(table.rows[0].float(), value[0], self._sharp_limit)
+        return replace(whole, order=order) if order is not None and len(order) == whole.stop else whole
+
+    def _find_by_nearness(self) -> bool:
+        """Take the tensor that is by far the nearest to a lost value, which is by far the nearest to it as well.
+
+        One whose name follows from those of other layers need only be the nearest. Return whether more was found.
+        """
+        before = {tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT}
+        self._walk(before)  # for the values that are lost
+        operations = [op for op in self._lost() if op.tap in self._lost_values]
+        candidates = {op.tap: self._candidates(op) for op in operations}
+        distances = {
+            (tap, item.content): self._relations.distance(item, self._lost_values[tap])
+            for tap, items in candidates.items()
+            for item in items
+        }
+        for op in operations:
+            order = sorted(candidates[op.tap], key=lambda item: distances[op.tap, item.content])
+            for item in order[:1]:
+                least = distances[op.tap, item.content]
+                rivals = [
+                    distance
+                    for (tap, content), distance in distances.items()
+                    if (tap == op.tap) != (content == item.content)
+                ]
+                follows = self.tables[item.table].name in self._predicted(op, self._of_site(op))
+                if least > (_NEAR if follows else _NEAR_SHARE * min([_NEAR, *rivals])):
+                    continue
+                evidence = TapEvidence.NAME if follows else TapEvidence.NEAREST
+                tensor = FoundTensor(table=item.table, columns=item.columns, evidence=evidence)
+                if self._take(self._walk({**before, op.tap: tensor})):
+                    return True
+        return False
 
     def _find_logits(self) -> None:
         """Take the tensor with as many columns as the vocabulary for logits of another value, if there is but one."""
@@ -542,13 +602,10 @@ def _digest(rows: torch.Tensor) -> bytes:
     return hashlib.blake2b(rows.float().numpy().tobytes(), digest_size=16).digest()
 
 
-def _in_place_of(value: torch.Tensor, engine_rows: torch.Tensor) -> torch.Tensor:
-    """Return HF's rows with the engine's in their place, as far as it has them and they are finite."""
-    rows = (
-        torch.cat([value[: -len(engine_rows)].to(engine_rows), engine_rows])
-        if len(engine_rows) < len(value)
-        else engine_rows
-    )
+def in_place_of(value: torch.Tensor, engine_rows: torch.Tensor) -> torch.Tensor:
+    """Return HF's rows [T, W] with the engine's last rows in their place, as far as these are finite."""
+    missing = len(value) - len(engine_rows)
+    rows = torch.cat([value[:missing].to(engine_rows), engine_rows]) if missing else engine_rows
     return rows if bool(rows.isfinite().all()) else torch.where(rows.isfinite(), rows.to(value), value)
 
 

@@ -72,9 +72,9 @@ class KeptCache:
         """Return [positions, W] with the elements as HF has them, where the engine's projections have another order."""
         mapped = self._map.taps.get(operation.inputs[0]) or self._of_another_layer(operation.inputs[0])
         columns = None if mapped is None else mapped.sources[0].columns
-        if columns is None or columns.order is None or columns.stop - columns.start != rows.shape[1]:
+        if columns is None or columns.order is None or len(columns.order) != rows.shape[1]:
             return rows
-        return Columns(start=0, stop=rows.shape[1], order=columns.own_order).of(rows)
+        return Columns(start=0, stop=rows.shape[1], order=columns.ranks).of(rows)
 
     def _of_another_layer(self, tap: str) -> MappedTap | None:
         """Return where the like of a tap is in another layer: an engine has one order of heads."""

@@ -253,3 +253,63 @@ def test_one_tensor_is_one_tap(checkpoints, tmp_path):
     finder = finder_of_dump(tmp_path, made, rounding=1.67e-3)
     assert set(finder.chosen) == made.shown()
     assert "model.layers.0.attn_residual" not in finder.chosen
+
+
+def other_theta(model):
+    """Change the frequencies of rotary in all layers."""
+    for name, frequencies in model.model.rotary_emb.named_buffers():
+        if "inv_freq" in name:
+            frequencies.copy_(frequencies**1.4)
+
+
+def neighbours(made):
+    """Lay the elements of the heads of queries and keys side by side that rotary turns together."""
+    size = made.graph["model.layers.0.q_rope"].shape[-1]
+    for at, tensor in enumerate(made.tensors):
+        if any(part in tensor.name for part in ("q_rope", "k_rope", "q_proj", "k_proj", "q_norm", "k_norm")):
+            pairs = tensor.tensor.reshape(len(IDS), -1, 2, size // 2).transpose(-1, -2)
+            made.tensors[at] = NamedTensor(tensor.name, pairs.reshape(len(IDS), -1))
+
+
+def unnamed(made, keeps):
+    """Keep the tensors of some taps under names that say nothing."""
+    tensors = [tensor for tensor in made.tensors if tensor.name.startswith("own.") and keeps(tensor.name)]
+    made.tensors = [NamedTensor(f"t{at:04d}", tensor.tensor) for at, tensor in enumerate(tensors)]
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mistake_in_all_layers_hides_nothing(checkpoints, dtype):
+    folder = checkpoints / "llama-tiny"
+    made = dump(folder, dtype=dtype, plant=other_theta, named=False, taps=True)
+    finder = finder_of_dump(folder, made, rounding=2.5e-8 if dtype is torch.float32 else 1.67e-3)
+    assert set(finder.chosen) == set(made.taps)
+    wrong = {f"model.layers.{layer}.{site}" for layer in range(3) for site in ("q_rope", "k_rope")}
+    assert by_evidence(finder, TapEvidence.CONSUMERS) == wrong
+
+
+def test_taps_are_found_behind_others_that_were_not_recorded(checkpoints):
+    """Neither the embedding nor what stands between an attention and the end of its layer is in the dump."""
+    folder = checkpoints / "qwen3-tiny"
+    kept = ("o_proj", "down_proj", "output", "input_layernorm", "model.norm")
+    made = dump(folder, plant=other_theta, taps=True)
+    finder = finder_of_dump(folder, unnamed(made, lambda name: name.endswith(kept)))
+    assert set(finder.chosen) == {tap for tap in made.taps if tap.endswith(kept)}
+
+
+def test_a_wrong_rotation_does_not_hide_the_order_of_elements(checkpoints):
+    folder = checkpoints / "qwen3-tiny"
+    made = dump(folder, plant=other_theta, taps=True)
+    made.tensors = [tensor for tensor in made.tensors if tensor.name.startswith("own.")]
+    neighbours(made)
+    assert set(finder_of_dump(folder, made).chosen) == set(made.taps)
+
+
+def test_outputs_of_layers_that_are_all_wrong_are_told_by_names_and_nearness(checkpoints):
+    folder = checkpoints / "llama-tiny"
+    made = dump(folder, plant=other_theta, taps=True)
+    kept = ("output", "model.norm", "lm_head", "embed_tokens")
+    made.tensors = [tensor for tensor in made.tensors if tensor.name.startswith("own.") and tensor.name.endswith(kept)]
+    finder = finder_of_dump(folder, made)
+    assert set(finder.chosen) == {tap for tap in made.taps if tap.endswith(kept)}
+    assert by_evidence(finder, TapEvidence.CONSUMERS) == {"model.layers.2.output"}
