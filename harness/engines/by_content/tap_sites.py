@@ -17,7 +17,7 @@ from harness.engines.by_content.columns import (
     limit_of_same,
     relative_error,
 )
-from harness.engines.by_content.finder import TapFinder, TapNames
+from harness.engines.by_content.finder import TapFinder, TapNames, in_place_of
 from harness.engines.by_content.forwards import SiteRows
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.steps import MODULE, RETURNED, Site
@@ -44,6 +44,9 @@ def find_first(
     names = TapNames(hf.graph, [site.name for site in seen if site.what == MODULE])
     finder = TapFinder(hf, torch.tensor(ids)[:, None], tables, names, rounding=rounding)
     finder.find()
+    returned = [item for site, item in seen.items() if site.what == RETURNED]
+    if any(not bool(item.values.isfinite().all()) for item in returned):
+        finder.find_first_not_finite()
     return {
         tap: FirstTap([(sites[tables[fit.index].name], fit.columns) for fit in finder.holding(tap)], chosen.evidence)
         for tap, chosen in finder.chosen.items()
@@ -130,23 +133,17 @@ class LaterSteps:
         if not candidates:
             self.uncertain[operation.tap] = "no tensor that holds it at position 0 has a row for each token of a prompt"
             return None
-        errors = [relative_error(read.rows, value[-len(read.rows) :]) for read in candidates]
+        errors = [self._error(read, value) for read in candidates]
         nearest = min(errors)
         limit = limit_of_same(nearest, self._rounding)
         holding = [read for read, error in zip(candidates, errors, strict=True) if error <= limit]
         if nearest > self._held:  # the engine has another value, or this tensor is another one at later positions
             self._pending[operation.tap] = left = [read for read in candidates if read.source not in self._taken]
-            return self._in_place_of(value, left[-1]) if left else None
+            return in_place_of(value, left[-1].rows) if left else None
         self._taken |= {read.source for read in holding}
         is_by_consumers = tap.evidence is TapEvidence.CONSUMERS
         self._take(operation.tap, holding, TapEvidence.CONSUMERS if is_by_consumers else TapEvidence.CONTENT)
-        return self._in_place_of(value, holding[0])
-
-    @staticmethod
-    def _in_place_of(value: torch.Tensor, read: _Read) -> torch.Tensor:
-        """Replace HF's rows by the engine's; where the engine has only the last rows, HF's first ones stay."""
-        missing = len(value) - len(read.rows)
-        return torch.cat([value[:missing].to(read.rows), read.rows]) if missing else read.rows
+        return in_place_of(value, holding[0].rows)
 
     @property
     def _held(self) -> float:
@@ -240,7 +237,7 @@ class LaterSteps:
                 errors[operation.tap] = relative_error(read.rows, value[-len(read.rows) :])
             if operation.tap == reader.tap:
                 raise EndOfRun
-            return self._in_place_of(value, read)
+            return in_place_of(value, read.rows)
 
         run_hf(self._hf, self._ids, look)
         return errors
@@ -275,7 +272,7 @@ class LaterSteps:
                     needed.update(taken.keys() & self._by_consumers & {*operation.inputs})
                 elif tap not in kept:
                     taken[tap] = holding
-            return self._in_place_of(value, taken.get(tap, [current])[0])
+            return in_place_of(value, taken.get(tap, [current])[0].rows)
 
         run_hf(self._hf, self._ids, look)
         if not needed:
@@ -289,7 +286,13 @@ class LaterSteps:
         return {tap for tap, mapped in self.taps.items() if mapped.evidence is TapEvidence.CONSUMERS}
 
     def _holds(self, read: _Read, value: torch.Tensor) -> bool:
-        return relative_error(read.rows, value[-len(read.rows) :]) <= self._held
+        return self._error(read, value) <= self._held
+
+    def _error(self, read: _Read, value: torch.Tensor) -> float:
+        """Return the relative error of the rows that are finite: the others are judged, and tell nothing."""
+        is_finite = read.rows.isfinite().all(dim=1)
+        rows, expected = read.rows[is_finite], value[-len(read.rows) :][is_finite]
+        return relative_error(rows, expected) if len(rows) else self._held
 
     def _whole(self, operation: Operation, sites: Iterable[Site]) -> Iterator[_Read]:
         """Yield the tensors at sites that have a row for each token, and as many columns as a tap."""

@@ -450,3 +450,56 @@ def test_rows_of_earlier_tokens_are_not_taken_for_those_of_the_step(checkpoints)
     for run in check(engine, checkpoints, "deepseek-v3-tiny", schedules=("plain", "chunked:3")).runs:
         assert run.findings == ()
         assert "model.layers.0.self_attn.kv_b_proj" not in run.coverage.not_offered
+
+
+def rotating_neighbours(engine, fused):
+    """Rotate neighbouring elements, with the weights in that order; a product has the parts of a KV head together."""
+    for layer in engine.model.layers:
+        product_, (num_heads, size) = layer.qkv_proj, layer.attn.shape
+        order = torch.arange(size).view(2, -1).T.flatten()
+        rows = torch.arange(len(product_.weight)).view(-1, size)
+        queries, keys, values = rows.split([len(rows) - 2 * num_heads, num_heads, num_heads])
+        parts = [queries[:, order].view(num_heads, -1, size), keys[:, order][:, None], values[:, None]]
+        together = torch.cat(parts, dim=1).flatten()
+        product_.weight.data, product_.bias.data = product_.weight.data[together], product_.bias.data[together]
+
+        def forward(x, product_=product_, num_heads=num_heads, size=size):
+            y = fused.Linear.forward(product_, x)[0].view(len(x), num_heads, -1, size)
+            return torch.cat([y[:, :, :-2].flatten(1), y[:, :, -2].flatten(1), y[:, :, -1].flatten(1)], dim=1), None
+
+        product_.forward = forward
+    rotary = engine.model.layers[0].rotary
+
+    def rotate(positions, q, k):
+        angles = (positions[:, None].float() * rotary.inv_freq)[:, None]
+        for x in (q, k):
+            pairs = x.view(len(x), -1, rotary.head_dim // 2, 2)
+            a, b = pairs.clone().unbind(-1)
+            turned = [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()]
+            pairs.copy_(torch.stack(turned, dim=-1))
+        return q, k
+
+    rotary.forward = rotate
+    return engine
+
+
+def test_rotary_may_turn_neighbouring_elements(fused_engine, fused, checkpoints):
+    (run,) = check(rotating_neighbours(fused_engine(), fused), checkpoints).runs
+    assert run.findings == ()
+    assert set(run.coverage.not_offered) == {"k_cache", "v_cache"}
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_the_first_tensor_that_is_not_finite_is_judged(fused_engine, fused, checkpoints, begin):
+    """From some position on attention of the first layer is NaN, and so is all that is computed from it."""
+    engine = fused_engine()
+    attn = engine.model.layers[0].attn
+
+    def forward(q, k, v, batch):
+        is_late = (batch["positions"] >= begin)[:, None]
+        return fused.Attention.forward(attn, q, k, v, batch).masked_fill(is_late, float("nan"))
+
+    attn.forward = forward
+    (run,) = check(engine, checkpoints).runs
+    assert run.first_divergence.tap == "model.layers.0.attention"
+    assert run.first_divergence.position == begin
