@@ -7,13 +7,14 @@ side by side, or added up. Where the tokens are not those that the user named, t
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 from harness.base.metrics import rounding_unit
 from harness.engines.adapter import Capabilities, Workload
-from harness.engines.by_content.columns import Table, tables_of
+from harness.engines.by_content.columns import Table, relative_error, tables_of
 from harness.engines.by_content.finder import TapFinder, TapNames
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.tap_map import TapEvidence
@@ -114,6 +115,8 @@ def _vocabulary(hf: HFModel, operation: Operation, probes: torch.Tensor) -> tupl
 
 _LEAST_TOKENS = 4
 _MOST_SHOWN = 3
+_LEAST_TWINS, _RUNS_ALIKE = 4, 0.1
+"""Tensors that are there under two names, and how near the first two are to one another, for them to be of two runs."""
 
 
 class FolderEngine:
@@ -150,6 +153,8 @@ class FolderEngine:
         finder.find()
         self._refuse_other_tokens(hf, files, rounding)
         self._refuse_several_prefills(hf)
+        self._refuse_two_runs(graph)
+        finder.look_up_embedding(self._dtype)
         self._graph = graph
         own_rows = tuple(tap for tap, tensor in finder.chosen.items() if tensor.is_last_row and tap not in graph.head)
         lacking = graph.not_shown(finder.chosen)
@@ -206,14 +211,18 @@ class FolderEngine:
         assert self._finder is not None
         assert self._graph is not None
         chosen, names = self._finder.chosen, {table.name for table in self._finder.tables}
+        num_found = sum(tensor.evidence is not TapEvidence.LOOKED_UP for tensor in chosen.values())
         yield (
-            f"{len(chosen)} of {sum(bool(op.source) for op in self._graph)} taps were found in {self._folder}: "
+            f"{num_found} of {sum(bool(op.source) for op in self._graph)} taps were found in {self._folder}: "
             f"{len(files.tensors)} tensors, {len(names)} of them with a row for each token"
         )
         yield "only the prefill of the tokens was judged: neither decode steps nor the KV cache"
         shown = [tap for tap in chosen if self._graph[tap].layer in (None, self._graph.layers[0])]
         yield "taken: " + "; ".join(self._told(tap) for tap in shown) + "; other layers: --format json"
-        guessed = [tap for tap in chosen if chosen[tap].evidence is not TapEvidence.CONTENT]
+        for tap in (tap for tap in chosen if chosen[tap].evidence is TapEvidence.LOOKED_UP):
+            yield f"{tap} is not in the folder: what reads it was judged on HF's embedding of the tokens"
+        certain = (TapEvidence.CONTENT, TapEvidence.LOOKED_UP)
+        guessed = [tap for tap in chosen if chosen[tap].evidence not in certain]
         for tap in guessed[:_MOST_SHOWN]:
             why = chosen[tap].evidence.help
             yield f"{self._told(tap)}: it holds another value than HF computes, and was taken because {why}"
@@ -297,6 +306,40 @@ class FolderEngine:
                 hint="leave the files of one process and one step in the folder",
             )
 
+    def _refuse_two_runs(self, graph: Graph) -> None:
+        """Refuse HF's tensors beside the engine's, or those of two engines: the sound ones would hide a bug.
+
+        The copy of one tap's tensor has a name that differs in some words. If most taps have tensors of two names that
+        differ in the same words, those of the first tap hold the same to rounding, and others do not, they are of two
+        runs.
+        """
+        assert self._finder is not None
+        finder = self._finder
+        taps = [op.tap for op in graph if op.tap in finder.chosen and not finder.chosen[op.tap].is_last_row]
+        tensors = {table.name: table.rows for table in finder.tables}
+        copies = ((finder.name(tap), finder.tables[fit.index].name) for tap in taps for fit in finder.holding(tap))
+        for words, other_words in dict.fromkeys(_difference_of_names(*pair) for pair in copies):
+            twins = {name: words.sub(other_words, name, count=1) for name in map(finder.name, taps)}
+            twins = {name: twin for name, twin in twins.items() if twin != name and twin in tensors}
+            pairs = [(tensors[name], tensors[twin]) for name, twin in twins.items()]
+            differing = [
+                twin for (one, two), twin in zip(pairs, twins.values(), strict=True) if not torch.equal(one, two)
+            ]
+            if len(twins) < max(_LEAST_TWINS, len(taps) / 2) or pairs[0][0].shape != pairs[0][1].shape:
+                continue
+            if differing and relative_error(*pairs[0]) <= _RUNS_ALIKE:
+                raise HarnessError(
+                    Code.TENSORS_OF_OTHER_TOKENS,
+                    "the tensors are of two runs of these tokens",
+                    where=self._folder,
+                    expected="one run",
+                    actual=f"{len(twins)} tensors have two names, and {len(differing)} of them two values: "
+                    + "; ".join(
+                        f"{name} and {twin}" for name, twin in twins.items() if twin in differing[:_MOST_SHOWN]
+                    ),
+                    hint="leave those of the engine alone in the folder: the sound ones would hide its errors",
+                )
+
     def _refuse_other_dtype(self, dtypes: Sequence[torch.dtype]) -> None:
         """Refuse tensors that cannot be those of an engine in the check's dtype."""
         if all(dtype is not self._dtype and dtype.itemsize <= 2 for dtype in dtypes):
@@ -336,6 +379,24 @@ def finder_of(tensors: Sequence[NamedTensor], hf: HFModel, ids: Sequence[int], r
 def _without_numbers(name: str) -> str:
     """Return a name with # for its numbers; those of ranks stay, which may hold the same."""
     return re.sub(r"(?i)((?<![a-z])(?:tp|pp|ep|dp|rank)[_=]?)?\d+", lambda at: at[0] if at[1] else "#", name)
+
+
+def _difference_of_names(name: str, other_name: str) -> tuple[re.Pattern[str], str]:
+    """Return a pattern of the words in which a name differs from another one, and the template that replaces them."""
+    words, other_words = (re.findall(r"[a-z]+|\d+|.", text, re.IGNORECASE) for text in (name, other_name))
+    first = _num_alike(words, other_words)
+    last = _num_alike(words[first:][::-1], other_words[first:][::-1])
+    part, other_part = ("".join(item[first : len(item) - last]) for item in (words, other_words))
+    other_part = other_part.replace("\\", r"\\")  # a template
+    if not part:  # something is added: before all names, or after what differs from name to name
+        end = "".join(words[len(words) - last :])
+        return re.compile("^" if not first else re.escape(end) + "$"), other_part + ("" if not first else end)
+    return re.compile(re.escape(part)), other_part
+
+
+def _num_alike(words: Sequence[str], other_words: Sequence[str]) -> int:
+    pairs = zip(words, other_words, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _difference(expected: Sequence[int], actual: Sequence[int]) -> tuple[str, str]:

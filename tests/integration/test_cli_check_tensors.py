@@ -191,3 +191,33 @@ def test_a_case_file_names_no_tensors(harness, tmp_path, qwen2):
     assert ran.status == 2
     assert "tensors: case files must not set this field" in ran.err
     assert json.loads('"--tensors"') in ran.err
+
+
+def test_two_runs_in_one_file(check, qwen2, folder):
+    """The tensors of a sound run would hide the wrong activation of the other one."""
+
+    def plant(model):
+        model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+    runs = {"hf": dump(qwen2), "engine": dump(qwen2, plant=plant)}
+    torch.save({f"{run}.{name}": item for run, items in runs.items() for name, item in items.items()}, folder / "a.pt")
+    ran = check("--dtype", "float32")
+    assert ran.status == 2, ran.out
+    assert "H086: the tensors are of two runs of these tokens" in ran.err
+    assert "a.pt: engine.model.layers.1.mlp.down_proj" in ran.err
+
+
+def test_without_the_embedding_the_first_layer_is_judged_on_hfs(check, qwen2, folder):
+    def plant(model):
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                module.variance_epsilon = 1e-3
+
+    tensors = dump(qwen2, plant=plant)
+    del tensors["model.embed_tokens"]
+    torch.save(tensors, folder / "a.pt")
+    report = check("--dtype", "float32", "--format", "json").json
+    first = report["first_divergence"]
+    assert (first["tap"], first["explanation"]["cause"][:9]) == ("model.layers.0.input_layernorm", "wrong eps")
+    sources = {source["tap"]: source["tensor"] for source in report["sources"]}
+    assert sources["model.embed_tokens"] == "HF's embedding of the tokens"
