@@ -1,5 +1,6 @@
 """A comparison of two folders of tensors as text."""
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,8 @@ _INDENT = 20
 def dumps_text(result: DumpsResult, width: int = 100) -> str:
     """Return a comparison as lines for a terminal."""
     shares = [
-        f"{item.num_compared:,} of {count(item.num_tensors, 'tensor')} ({100 * item.share:.3g} % of the elements)"
+        f"{item.num_compared:,} of {count(item.num_tensors, 'tensor')} "
+        f"({100 * item.num_elements_compared / item.num_elements:.3g} % of the elements)"
         for item in result.folders
     ]
     paths = " and ".join(item.path for item in result.folders)
@@ -104,6 +106,11 @@ def _facts(result: DumpsResult) -> Iterator[tuple[str, str]]:
     both = sum(any(pair.num_not_finite) and pair.same_not_finite for pair in result.pairs)
     if both:
         yield "not finite", f"{count(both, 'tensor')} with NaN or infinities, the same ones in both folders"
+    if in_part := sum(pair.num_elements < max(map(math.prod, pair.shapes)) for pair in result.pairs):
+        yield (
+            "in part",
+            f"{count(in_part, 'tensor')}: the rest of the larger one, padding or more tokens, was not compared",
+        )
     for folder in result.folders:
         for label, names in (("without partner", folder.without_partner), ("left out", folder.left_out)):
             if names:
@@ -115,7 +122,10 @@ def _facts(result: DumpsResult) -> Iterator[tuple[str, str]]:
         yield "unproven", f"{what}: {_some(result.unproven)}"
     if result.outcome is Outcome.NOTHING:
         least = f"{100 * result.LEAST_SHARE:g} %"
-        yield "not enough", f"{Code.NOTHING_CHECKED}: less than {least} of the elements of either folder were compared"
+        yield (
+            "not enough",
+            f"{Code.NOTHING_CHECKED}: less than {least} of the tensors or elements of either folder were compared",
+        )
     if result.outcome is not Outcome.PASS:
         commands = [
             f"harness check --tensors {shlex.quote(folder.path)} --model PATH --token-ids IDS --dtype {dtype}"

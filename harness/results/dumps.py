@@ -83,8 +83,8 @@ class FolderShare:
 
     @property
     def share(self) -> float:
-        """Share of the elements that were compared."""
-        return self.num_elements_compared / self.num_elements
+        """Share of the elements that were compared, or of the tensors, if that is less: one may outweigh all others."""
+        return min(self.num_elements_compared / self.num_elements, self.num_compared / self.num_tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class DumpsResult:
 
     IN_DOCUMENT: ClassVar = ("outcome", "first_difference")
     LEAST_SHARE: ClassVar = 0.5
-    """Of the elements of one folder, without which nothing was checked."""
+    """Of the tensors and of the elements of one folder, without which nothing was checked."""
     folders: tuple[FolderShare, FolderShare]
     order: str
     """What tells the order of the run."""

@@ -4,7 +4,8 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
+from itertools import accumulate, combinations
+from operator import mul
 
 import torch
 
@@ -32,6 +33,11 @@ class Layout:
         """Return a view of a tensor."""
         tensor = tensor if self.part is None else tensor.narrow(*self.part)
         return tensor if self.exchanged is None else tensor.squeeze().transpose(*self.exchanged)
+
+    @cache  # noqa: B019  there are few
+    def ends(self, shape: torch.Size) -> set[int]:
+        """Return after how many elements the dimensions of the view end, which tells what may be flattened to what."""
+        return {1, *accumulate(reversed(self.of(torch.empty(shape, device="meta")).shape), mul)}
 
     def __str__(self) -> str:
         if self.part is not None:

@@ -8,8 +8,7 @@ counts as far as the pairs that content matched agree with it.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import pairwise
 
 import torch
 
@@ -28,6 +27,8 @@ _FIRST_SAMPLES, _LEAST_NEAR = 32, 0.3
 """Samples that are compared first, and the share of them that must be near."""
 _LEAST_VALUES = 16
 """Samples of a pair that are not both zero, without which content decides nothing."""
+_MOST_EDGES = 32
+"""Of one tensor, the nearest: a folder may hold thousands that are alike."""
 _LEAST_IN_ORDER = 0.9
 """Share of the pairs that follow each other in both folders, for places to be hints."""
 _MOST_PADDED_COLUMNS = 1.25
@@ -58,6 +59,11 @@ class Edge:
         return self.tensors[0].name, self.tensors[1].name
 
     @property
+    def digests(self) -> tuple[bytes, bytes]:
+        """Of both tensors."""
+        return self.tensors[0].digest, self.tensors[1].digest
+
+    @property
     def unit(self) -> float:
         """One rounding of the coarser precision."""
         return max(rounding_unit(tensor.precision) for tensor in self.tensors)
@@ -85,7 +91,7 @@ class Matcher:
         self._edges += _part_edges(folders, (self.left(0), self.left(1)))
         self._take(_IN_PART)
         self._take(_LOOSELY, by_name=True)
-        self._edges += _alike(self.left(0), self.left(1))
+        self._edges += self._named()
         self._take(_BY_NAME, by_name=True)
         self._take_placed()
 
@@ -116,39 +122,47 @@ class Matcher:
             edge for edge in self._edges if all(name in names for name, names in zip(edge.names, left, strict=True))
         ]
 
+    def _named(self) -> Iterator[Edge]:
+        """Yield the pairs without a partner whose names may agree, and whose shapes do but for flattened dimensions."""
+        second = defaultdict(list)
+        for two in self.left(1):
+            second[self._hints.template(1, two.name), two.shape.numel()].append((two, AS_IT_IS.ends(two.shape)))
+        for one in self.left(0):
+            ends = AS_IT_IS.ends(one.shape)
+            for template in self._hints.templates(one.name):
+                for two, ends_two in second[template, one.shape.numel()]:
+                    if (ends <= ends_two or ends_two <= ends) and self._hints.likeness((one.name, two.name)):
+                        yield Edge(tensors=(one, two))
+
     def _take(self, level: int, *, by_name: bool = False) -> None:
         """Take the edges of a level that are better than their rivals, those between names that agree first.
 
         Near to rounding, names choose only among what content leaves open, and copies, of which any may be taken.
         """
-        rivals = defaultdict(list)
-        for edge in self._edges:
-            if edge.level <= level:
-                for side, tensor in enumerate(edge.tensors):
-                    rivals[side, tensor.name].append(edge)
-        near = [edge for edge in self._edges if edge.level <= level]
+        edges = [edge for edge in self._open() if edge.level == level]
+        concerned = {key for edge in edges for key in enumerate(edge.names)}
+        near = [edge for edge in self._edges if edge.level <= level and not concerned.isdisjoint(enumerate(edge.names))]
         likeness = {edge.names: by_name * self._hints.likeness(edge.names) for edge in near}
+        rivals: dict[tuple[int, str], dict[object, Edge]] = defaultdict(dict)
+        for edge in sorted(near, key=lambda edge: likeness[edge.names]):
+            for key in enumerate(edge.names):
+                rivals[key][edge.digests if by_name else edge.names] = edge  # of copies, that of the best name
 
         def is_better(edge: Edge, rival: Edge) -> bool:
             ours, theirs = likeness[edge.names], likeness[rival.names]
-            is_copy = all(one.digest == two.digest for one, two in zip(edge.tensors, rival.tensors, strict=True))
-            is_nearer = (by_name and is_copy) or rival.distance > limit_of_same(edge.distance, edge.unit)
+            is_copy = by_name and edge.digests == rival.digests
+            is_nearer = is_copy or rival.distance > limit_of_same(edge.distance, edge.unit)
             return edge.names == rival.names or ours > theirs or (is_nearer and (level < _LOOSELY or ours == theirs))
 
         taken: set[tuple[int, str]] = set()
-        for edge in sorted(self._open(), key=lambda edge: -likeness.get(edge.names, 0)):
-            keys = list(enumerate(edge.names))
-            is_possible = edge.level == level and (level < _BY_NAME or likeness[edge.names] > 0)
-            if (
-                is_possible
-                and not taken & {*keys}
-                and all(is_better(edge, rival) for key in keys for rival in rivals[key])
-            ):
-                taken.update(keys)
+        for edge in sorted(edges, key=lambda edge: -likeness[edge.names]):
+            keys = {*enumerate(edge.names)}
+            if not keys & taken and all(is_better(edge, rival) for key in keys for rival in rivals[key].values()):
+                taken |= keys
                 self.pairs.append(edge)
                 if edge.is_fine:
                     self._hints.learn(edge.names)
-        if not by_name:
+        if edges and not by_name:
             self._take(level, by_name=True)
 
     def _take_placed(self) -> None:
@@ -170,51 +184,50 @@ class Matcher:
                     self.pairs.append(edge)
 
 
-def _alike(first: Iterable[Fingerprint], second: Iterable[Fingerprint]) -> Iterator[Edge]:
-    """Yield the pairs of tensors of one shape, but for dimensions that are flattened."""
-    by_size = defaultdict(list)
-    for two in second:
-        by_size[two.shape.numel()].append((two, {1, *accumulate(two.shape, mul)}))
-    for one in first:
-        ends = {1, *accumulate(one.shape, mul)}
-        for two, ends_two in by_size[one.shape.numel()]:
-            if ends <= ends_two or ends_two <= ends:
-                yield Edge(tensors=(one, two))
-
-
 def _edges(first: Iterable[Fingerprint], second: Iterable[Fingerprint]) -> Iterator[Edge]:
     """Yield the pairs of tensors with as many elements that are near to each other, each in the best layout."""
     views: dict[int, list[View]] = defaultdict(list)
     for two in second:
         views[two.shape.numel()] += [(two, layout, values) for layout, values in two.samples.items() if two.is_telling]
+    tables = {size: _Table(theirs) for size, theirs in views.items() if theirs}
+    as_they_are = {size: _Table([view for view in views[size] if view[1] == AS_IT_IS]) for size in tables}
     for one in first:
-        if not (theirs := views.get(one.shape.numel())) or not one.is_telling:
+        size = one.shape.numel()
+        if not one.is_telling or size not in tables:
             continue
-        edges = list(_near((one, AS_IT_IS, one.samples[AS_IT_IS]), theirs))
-        as_they_are = [view for view in theirs if view[1] == AS_IT_IS]
+        edges = list(tables[size].near((one, AS_IT_IS, one.samples[AS_IT_IS])))
         for layout, values in one.samples.items():
-            edges += _near((one, layout, values), as_they_are)
+            edges += as_they_are[size].near((one, layout, values))
         best: dict[tuple[str, str], Edge] = {}
         for edge in sorted(edges, key=lambda edge: (edge.level, edge.distance)):
             best.setdefault(edge.names, edge)
         yield from best.values()
 
 
-def _near(one: View, views: Sequence[View]) -> Iterator[Edge]:
-    """Yield the edges between a view and those that are near to it."""
-    table = torch.stack([values for _tensor, _layout, values in views])  # [views, samples]
-    first = _relative(one[2][:_FIRST_SAMPLES], table[:, :_FIRST_SAMPLES])
-    places = ((first <= _LOOSE).sum(dim=1) >= _LEAST_NEAR * first.isfinite().sum(dim=1)).nonzero()[:, 0]
-    differences = _relative(one[2], table[places])
-    medians = differences.nanmedian(dim=1).values.where(differences.isfinite().sum(dim=1) >= _LEAST_VALUES, torch.inf)
-    for place, distance in zip(places.tolist(), medians.tolist(), strict=True):
-        tensor, layout, _values = views[place]
-        layouts = one[1], layout
-        edge = Edge(tensors=(one[0], tensor), layouts=layouts, distance=distance, evidence=Evidence.CONTENT)
-        fine = _IN_PART if layout.part else _AS_THEY_ARE if layouts == (AS_IT_IS, AS_IT_IS) else _EXCHANGED
-        if distance <= _LOOSE:
-            is_fine = distance <= max(_LEAST_FINE, _FINE_ROUNDINGS * edge.unit)
-            yield replace(edge, level=fine if is_fine else _LOOSELY)
+class _Table:
+    """Views whose samples lie side by side."""
+
+    def __init__(self, views: Sequence[View]) -> None:
+        self._views = views
+        self._samples = torch.stack([values for _tensor, _layout, values in views])  # [views, samples]
+
+    def near(self, one: View) -> Iterator[Edge]:
+        """Yield the edges between a view and the nearest of these that are near to it."""
+        first = _relative(one[2][:_FIRST_SAMPLES], self._samples[:, :_FIRST_SAMPLES])
+        places = ((first <= _LOOSE).sum(dim=1) >= _LEAST_NEAR * first.isfinite().sum(dim=1)).nonzero()[:, 0]
+        differences = _relative(one[2], self._samples[places])
+        distances = differences.nanmedian(dim=1).values
+        distances[differences.isfinite().sum(dim=1) < _LEAST_VALUES] = torch.inf
+        order = distances.argsort()[:_MOST_EDGES]
+        for place, distance in zip(places[order].tolist(), distances[order].tolist(), strict=True):
+            tensor, layout, _values = self._views[place]
+            layouts = one[1], layout
+            ends, ends_two = one[1].ends(one[0].shape), layout.ends(tensor.shape)
+            edge = Edge(tensors=(one[0], tensor), layouts=layouts, distance=distance, evidence=Evidence.CONTENT)
+            fine = _IN_PART if layout.part else _AS_THEY_ARE if layouts == (AS_IT_IS, AS_IT_IS) else _EXCHANGED
+            if distance <= _LOOSE and (ends <= ends_two or ends_two <= ends):
+                is_fine = distance <= max(_LEAST_FINE, _FINE_ROUNDINGS * edge.unit)
+                yield replace(edge, level=fine if is_fine else _LOOSELY)
 
 
 def _relative(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -237,7 +250,7 @@ def _part_edges(folders: Sequence[TensorFolder], left: Sequence[Sequence[Fingerp
                 views[size].append((tensor, layout, sample(layout.of(values))))
             for size, theirs in views.items():
                 for item in shorter[size]:
-                    edges = _near((item, AS_IT_IS, item.samples[AS_IT_IS]), theirs)
+                    edges = _Table(theirs).near((item, AS_IT_IS, item.samples[AS_IT_IS]))
                     if (edge := min(edges, key=lambda edge: edge.distance, default=None)) is not None:
                         turned = replace(edge, tensors=edge.tensors[::-1], layouts=edge.layouts[::-1])
                         yield edge if side else turned

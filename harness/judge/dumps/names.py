@@ -1,14 +1,16 @@
 """What names say: the order of the run, and which tensors may be one quantity. Both are hints, and content decides."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from harness.formats.tensors import TensorFolder
 
-_LAYER = re.compile(r"(?i)(?:layers?|blk|blocks?|(?<![a-z])[hl])[._\[-]?(\d+)")
+_NUMBER = r"\d{1,18}"
+_LAYER = re.compile(rf"(?i)(?:layers?|blk|blocks?|(?<![a-z])[hl])[._\[-]?({_NUMBER})")
 _KEEPS_CALLS = (".pt", ".pth", ".npz")
 """Files that keep the order in which a program put tensors into them."""
 _BEGIN = re.compile(r"(?i)emb|wte|tok|rotary|rope|cos|sin|mask|position")
@@ -40,10 +42,14 @@ def run_order(folder: TensorFolder) -> tuple[int, list[str], str]:
     files = {path for path, _inner in folder.places.values()}
     if is_called and len(files) < len(names) and all(path.suffix.lower() in _KEEPS_CALLS for path in files):
         return 3, natural, "the order in which the tensors stand in the files"
-    counts = [re.split(r"(\d+)", text) for text in texts]  # words and numbers, one after the other
+    counts = [re.split(f"({_NUMBER})", text) for text in texts]  # words and numbers, one after the other
     at = next((at for at, parts in enumerate(zip(*counts, strict=False)) if len(set(parts)) > 1), 0)
     if at % 2 and len({int(parts[at]) for parts in counts}) == len(names):
-        return 2, sorted(natural, key=lambda name: int(re.split(r"(\d+)", names[name])[at])), "the numbers in the names"
+        return (
+            2,
+            sorted(natural, key=lambda name: int(re.split(f"({_NUMBER})", names[name])[at])),
+            "the numbers in the names",
+        )
     if 2 * len(layers) >= len(names):
         what = "the numbers of layers in the names, and in a layer the usual order of operations"
         return 1, sorted(natural, key=lambda name: _stage(names[name])), what
@@ -51,7 +57,7 @@ def run_order(folder: TensorFolder) -> tuple[int, list[str], str]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(f"({_NUMBER})", str(path))]
 
 
 def _stage(text: str) -> tuple[int, int]:
@@ -62,6 +68,27 @@ def _stage(text: str) -> tuple[int, int]:
     return int(layer[1]), stages[-1] if stages else len(_STAGES)
 
 
+@dataclass(slots=True)
+class _Rule:
+    """How the numbers in names of the second folder follow from those in names of the first."""
+
+    count: int
+    """Pairs that content matched."""
+    sources: list[set[int]]
+    """For each number, places of the same one in the first name, in all pairs."""
+    values: list[set[int]]
+    """For each number, all values."""
+
+    def fits(self, first: Sequence[int], second: Sequence[int]) -> bool:
+        """Whether two names may be a pair: some number follows from the first name's, or there are none."""
+        for at, (sources, values) in enumerate(zip(self.sources, self.values, strict=True)):
+            is_free = self.count == 1 or len(values) > 1  # such as the number of a call
+            source = first[at if at in sources else max(sources)] if sources else None
+            if second[at] != source if sources else not is_free and second[at] not in values:
+                return False
+        return any(self.sources) or not second
+
+
 class NameHints:
     """Which names of two folders stand for one quantity, as far as pairs that content matched show it."""
 
@@ -70,7 +97,7 @@ class NameHints:
         self._plain = first, second
         self._common = set(first.values()) & set(second.values())
         self._num_kept = self._num_changed = 0
-        self._known: dict[tuple[str, str], list[tuple[Sequence[int], Sequence[int]]]] = defaultdict(list)
+        self._rules: dict[tuple[str, str], _Rule] = {}
         self._counts: Counter[tuple[int, str]] = Counter()
 
     def learn(self, names: tuple[str, str]) -> None:
@@ -80,8 +107,22 @@ class NameHints:
             self._num_kept += first == second
             self._num_changed += first != second
         (template, numbers), (template_two, numbers_two) = _parts(first), _parts(second)
-        self._known[template, template_two].append((numbers, numbers_two))
+        same = [{at for at, value in enumerate(numbers) if value == number} for number in numbers_two]
+        rule = self._rules.setdefault((template, template_two), _Rule(0, same, [set() for _ in same]))
+        rule.count += 1
+        for at, number in enumerate(numbers_two):
+            rule.sources[at] &= same[at]
+            rule.values[at].add(number)
         self._counts.update([(0, template), (1, template_two)])
+
+    def templates(self, name: str) -> set[str]:
+        """Return the names without numbers that may stand for a name of the first folder."""
+        template = self.template(0, name)
+        return {template, *(two for one, two in self._rules if one == template)}
+
+    def template(self, side: int, name: str) -> str:
+        """Return a name without numbers."""
+        return _parts(self._plain[side][name])[0]
 
     def likeness(self, names: tuple[str, str]) -> int:
         """Return 2 for one name, 1 for names that stand for each other elsewhere, 0 for any others."""
@@ -89,21 +130,11 @@ class NameHints:
         if first == second:
             return 2 * (self._num_kept >= self._num_changed)
         (template, numbers), (template_two, numbers_two) = _parts(first), _parts(second)
-        known = self._known.get((template, template_two), ())
-        is_usual = 2 * len(known) > max(self._counts[0, template], self._counts[1, template_two])
-        return int(is_usual and all(_follows(at, number, numbers, known) for at, number in enumerate(numbers_two)))
-
-
-def _follows(
-    at: int, number: int, numbers: Sequence[int], known: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> bool:
-    """Whether a number of a name follows from those of the other name as in the known pairs."""
-    sources = [place for place in range(len(numbers)) if all(one[place] == two[at] for one, two in known)]
-    if sources:
-        return numbers[at if at in sources else sources[-1]] == number
-    return len(known) == 1 or len({two[at] for _one, two in known}) > 1 or number == known[0][1][at]
+        rule = self._rules.get((template, template_two))
+        is_usual = rule and 2 * rule.count > max(self._counts[0, template], self._counts[1, template_two])
+        return int(bool(rule and is_usual and rule.fits(numbers, numbers_two)))
 
 
 @cache
 def _parts(text: str) -> tuple[str, Sequence[int]]:
-    return re.sub(r"\d+", "#", text), tuple(map(int, re.findall(r"\d+", text)))
+    return re.sub(_NUMBER, "#", text), tuple(map(int, re.findall(_NUMBER, text)))

@@ -19,8 +19,8 @@ from harness.results.dumps import DumpsResult, Evidence, FolderShare, Likeness, 
 
 CLOSE = 10.0
 """As `compare.propagated.RATIO_BOUND`; measured by tests/calibrations/dump_growth.py (docs/compare-two-dumps.md)."""
-_MOST_CARRIED = 0.05
-"""Largest relative difference that raises the bounds of later tensors."""
+_MOST_CARRIED, _MOST_ROUNDINGS = 0.05, 1000
+"""Largest difference, relative and in roundings, that raises the bounds of later tensors."""
 _LEAST_ROWS = 8
 """Rows of which the median is judged."""
 _BLOCK_ELEMENTS = 1 << 20
@@ -66,12 +66,12 @@ def compare_dumps(first: Path, second: Path, *, close: float = CLOSE, progress: 
     for folder in folders:
         folder.check_unchanged()
     return DumpsResult(
-        folders=(_share(folders[0], matcher, 0), _share(folders[1], matcher, 1)),
+        folders=(_share(folders[0], matcher, 0, pairs), _share(folders[1], matcher, 1, pairs)),
         order=orders[leading][1],
         close=close,
         pairs=tuple(_judged(edges, pairs, close)),
         ambiguous=tuple(matcher.ambiguous()),
-        unproven=tuple(dict.fromkeys(_unproven(matcher))),
+        unproven=tuple(dict.fromkeys(_unproven(matcher, by_content))),
     )
 
 
@@ -149,7 +149,8 @@ def _judged(edges: Sequence[Edge], pairs: Sequence[TensorPair], close: float) ->
     carried = largest = torch.zeros(2, dtype=torch.float64)
     for edge, pair in zip(edges, pairs, strict=True):
         errors = torch.tensor([pair.roundings, pair.roundings_median], dtype=torch.float64) * edge.unit
-        least = torch.tensor([largest_rounding(torch.float32), 1.0], dtype=torch.float64) * max(edge.unit, usual)
+        unit = max(edge.unit, usual)
+        least = torch.tensor([largest_rounding(torch.float32), 1.0], dtype=torch.float64) * unit
         bounds = close * torch.maximum(least, carried)
         is_close = bool((errors <= bounds).all()) and pair.same_not_finite
         is_jump = not is_close and bool((errors > close * torch.maximum(least, largest)).any())
@@ -163,7 +164,7 @@ def _judged(edges: Sequence[Edge], pairs: Sequence[TensorPair], close: float) ->
             is_jump=is_jump,
         )
         if is_close:
-            carried = torch.maximum(carried, errors.clamp(max=_MOST_CARRIED))
+            carried = torch.maximum(carried, errors.clamp(max=min(_MOST_CARRIED, _MOST_ROUNDINGS * unit)))
         largest = torch.maximum(largest, errors.nan_to_num(posinf=0.0))
 
 
@@ -171,30 +172,32 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _share(folder: TensorFolder, matcher: Matcher, side: int) -> FolderShare:
-    """Return how much of a folder was compared; a copy of a tensor that was compared was compared."""
-    tensors, left = matcher.sides[side], matcher.left(side)
-    compared = {edge.tensors[side].digest for edge in matcher.pairs}
-    rest = [item for item in left if item.digest not in compared]
-    num_elements = sum(item.shape.numel() for item in tensors.values())
+def _share(folder: TensorFolder, matcher: Matcher, side: int, pairs: Sequence[TensorPair]) -> FolderShare:
+    """Return how much of a folder was compared; a copy of a tensor that was compared was compared as much."""
+    tensors = matcher.sides[side]
+    compared = {tensors[pair.names[side]].digest: pair.num_elements for pair in pairs}
+    rest = [item.name for item in tensors.values() if item.digest not in compared]
     return FolderShare(
         path=str(folder.path),
         num_tensors=len(tensors),
         num_compared=len(tensors) - len(rest),
-        num_elements=num_elements,
-        num_elements_compared=num_elements - sum(item.shape.numel() for item in rest),
-        without_partner=tuple(item.name for item in rest),
+        num_elements=sum(item.shape.numel() for item in tensors.values()),
+        num_elements_compared=sum(compared.get(item.digest, 0) for item in tensors.values()),
+        without_partner=tuple(rest),
         left_out=tuple(folder.left_out),
     )
 
 
-def _unproven(matcher: Matcher) -> Iterator[str]:
+def _unproven(matcher: Matcher, by_content: Sequence[Edge]) -> Iterator[str]:
     """Yield the tensors after all pairs that may be those of the other folder with wrong values."""
-    rest = matcher.after(matcher.pairs) or [matcher.left(side) for side in (0, 1)]
+    proofs = [edge for edge in by_content if not edge.tensors[0].is_of_positions]
     compared = [{edge.tensors[side].digest for edge in matcher.pairs} for side in (0, 1)]
-    ones, twos = ([item for item in rest[side] if item.digest not in compared[side]] for side in (0, 1))
+    ones, twos = (
+        [item for item in rest if item.digest not in compared[side]]
+        for side, rest in enumerate(matcher.after(proofs) or (matcher.left(0), matcher.left(1)))
+    )
     for one in ones:
         for two in twos:
             is_alike = one.shape.numel() == two.shape.numel() or one.shape[-1:] == two.shape[-1:]
-            if is_alike and (one.is_telling or two.is_telling):
+            if is_alike and one.digest != two.digest:
                 yield from (one.name, two.name)

@@ -328,3 +328,75 @@ def test_names_that_say_nothing(tmp_path):
     order, names = orders(tmp_path, write)
     assert order == "the names of the files, which may not be the order of the run"
     assert len(names) == 35
+
+
+def test_numbers_without_a_transposition_are_no_flattening(compare):
+    """An engine that joins heads without exchanging them with the tokens has the right numbers in the wrong order."""
+    context = torch.randn(1, HEADS, TOKENS, 8, generator=torch.Generator().manual_seed(1))
+    joined = context.transpose(1, 2).reshape(1, TOKENS, WIDTH)
+    result = compare(
+        {"embed": run()["embed"], "context": context, "joined": joined},
+        {"embed": run()["embed"], "joined": context.reshape(1, TOKENS, WIDTH)},
+    )
+    assert inner(result.first_difference) == ("joined", "joined")
+
+
+def test_weights_that_outweigh_wrong_values_are_no_pass(compare):
+    weights = {f"w{at}": torch.randn(200, 300) for at in range(5)}
+    tensors = run()
+    result = compare(tensors | weights, {f"z{at}": 3 * tensors[name] + 1 for at, name in enumerate(tensors)} | weights)
+    assert (result.outcome, len(result.pairs)) == (Outcome.NOTHING, 5)
+
+
+def test_one_wrong_element_of_many_is_a_difference(compare):
+    large = torch.randn(1, 300, 200, generator=torch.Generator().manual_seed(1))
+    wrong = large.clone()
+    wrong[0, 299, 199] += 100
+    result = compare(run() | {"large": large}, run() | {"large": wrong})
+    assert (inner(result.first_difference), result.first_difference.num_different) == (("large", "large"), 1)
+
+
+def test_a_row_more_is_said(compare):
+    """Padding and one more token look alike."""
+    tensors = run()
+    longer = {name: torch.cat([x, torch.randn(1, 1, x.shape[-1])], dim=1) for name, x in tensors.items()}
+    result = compare(tensors, longer)
+    assert result.outcome is Outcome.PASS
+    assert result.folders[1].num_elements_compared / result.folders[1].num_elements == pytest.approx(TOKENS / 13)
+    assert "14 tensors: the rest of the larger one, padding or more tokens, was not compared" in " ".join(
+        dumps_text(result).split()
+    )
+
+
+def test_differences_that_grow_tenfold_from_tensor_to_tensor_are_found(compare):
+    tensors = run(5)
+    ramp = [
+        x * (1 + min(0.4, 1e-7 * 8**at) * torch.randn(x.shape, generator=torch.Generator().manual_seed(at)))
+        for at, x in enumerate(tensors.values())
+    ]
+    result = compare(tensors, dict(zip(tensors, ramp, strict=True)))
+    assert result.outcome is Outcome.MISMATCH
+    assert result.first_difference.relative_l2 < 1e-2
+
+
+HOSTILE = {
+    "no dimension, and dimensions of one": {"s": torch.tensor(3.0), "o": torch.ones(1, 1, 1), "c": torch.randn(12, 1)},
+    "numbers of many digits": {f"layers.{'9' * 6000}.x": torch.randn(12, 24)},
+    "control characters": {"x\x1b[2J\n": torch.randn(12, 24)},
+    "many dimensions": {"d": torch.randn(2, 3, 2, 2, 2, 3, 2)},
+    "a stride of zero": {"e": torch.randn(1, 1, 24).expand(1, 500, 24)},
+    "the largest numbers": {"h": torch.randn(12, 24).double() * 1e300},
+    "subnormal numbers": {"h": (torch.randn(12, 24) * 1e-7).half()},
+    "copies": {f"c{at}": run()["embed"] for at in range(60)},
+}
+
+
+@pytest.mark.parametrize("added", HOSTILE.values(), ids=list(HOSTILE))
+def test_hostile_tensors(compare, added, tmp_path):
+    assert compare(run() | added, run() | added).outcome is Outcome.PASS
+    torch.save(run() | {name: tensor * 2 + 1 for name, tensor in added.items()}, tmp_path / "b" / "all.pt")
+    result = compare_dumps(tmp_path / "a", tmp_path / "b")
+    assert result.outcome is Outcome.MISMATCH
+    assert inner(result.first_difference)[0] in added
+    text = dumps_text(result)
+    assert all(character.isprintable() or character == "\n" for character in text)
