@@ -218,9 +218,9 @@ def _forget_lengths(model: nn.Module) -> None:
 
 @contextmanager
 def all_parts_held(hf: UntracedModel) -> Iterator[None]:
-    """Read the weights of each part when it begins to run and drop them when it ends."""
+    """Read the weights of each part when it begins to run and drop them when it ends; those that stay need no hooks."""
     with ExitStack() as stack:
-        for path in hf.parts:
+        for path in () if isinstance(hf.weights, ResidentWeights) else hf.parts:
             running = ExitStack()
             module = hf.module(path)
             stack.enter_context(running)
