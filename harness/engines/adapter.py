@@ -69,6 +69,8 @@ class Workload:
     """If set, it replaces the schedule. Only engines with `Capabilities.control` get one."""
     taps: str = "all"
     """Preset of `--taps`. If it is not `all`, an engine may run as it does without observation."""
+    is_served: bool = False
+    """Whether nothing may be attached to the engine, no hook and no dispatch mode: only its logits are recorded."""
     poison: Poison | None = None
     """Unused memory to fill before each step; an engine that cannot do this ignores it."""
 
@@ -177,6 +179,8 @@ class Capabilities:
     """Tensor and code of each tap in the engine, if known."""
     takes_images: bool = False
     """Whether it takes requests with images (`RequestInfo.inputs`)."""
+    not_served: str | None = "its adapter does not declare that it can run unobserved"
+    """Why it cannot run as it is served; None if it does so where `Workload.is_served` asks for it."""
     has_decode: bool = True
     """Whether it computes tokens after the prompt. If not, a check requires no decode step, and the report says so."""
 

@@ -79,7 +79,7 @@ class HFEngine:
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
-        self.capabilities = Capabilities(schedules=_SCHEDULES, keeps_states=True, takes_images=True)
+        self.capabilities = Capabilities(schedules=_SCHEDULES, keeps_states=True, takes_images=True, not_served=None)
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:
@@ -97,7 +97,8 @@ class HFEngine:
         """
         if graph.has_mtp and self._hf.mtp is None:
             add_mtp_layers(self._hf)
-            self.capabilities = replace(self.capabilities, schedules=_WITH_MTP)
+            reason = "layers that predict further tokens run in a hook"
+            self.capabilities = replace(self.capabilities, schedules=_WITH_MTP, not_served=reason)
         if graph.by_source:
             self._hf.graph = graph
 
@@ -119,7 +120,7 @@ class HFEngine:
         images = {item.id: decoder_inputs(self._hf, item) for item in workload.all_requests if item.inputs is not None}
         dtypes: dict[str, torch.dtype] = {}
         for group in groups:
-            batch = HFBatch(self._hf, self._attention, self.sources, group, writer, workload.poison, dtypes, images)
+            batch = HFBatch(self._hf, self._attention, self.sources, group, writer, workload, dtypes, images)
             if workload.schedule.has_drafts:
                 batch.run_with_drafts(workload)
             elif forks:

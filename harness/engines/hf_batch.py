@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import CacheLayerMixin
 
 from harness.engines.adapter import Part, Workload, engine_refusals
-from harness.engines.poison import Poison, fill
+from harness.engines.poison import fill
 from harness.engines.record import write_read_back, write_states
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Kind, Operation, prefix_of
@@ -128,13 +128,13 @@ class HFBatch:
         sources: Mapping[str, ShownTap],
         requests: Sequence[RequestInfo],
         writer: RecordingWriter,
-        poison: Poison | None,
+        workload: Workload,
         dtypes: dict[str, torch.dtype],
         images: Mapping[int, DecoderInputs],
     ) -> None:
         self._hf, self._attention, self._sources, self._writer = hf, attention, sources, writer
         self._images = images
-        self._poison = poison
+        self._poison, self._is_served = workload.poison, workload.is_served
         self._longest = max(request.prompt_length for request in requests)
         self._lanes = [_Lane(request, self._longest - request.prompt_length) for request in requests]
         self._mask: list[list[int]] = [[] for _ in requests]
@@ -330,13 +330,28 @@ class HFBatch:
             self._poisoned(forward, decoder),
             handing(self._hf, cells),
             self._hf.followed_by(forward.following),
-            watching(self._hf, attention=self._attention) as watch,
-            watch.showing(recorder),
+            self._watched(recorder),
         ):
             decoder.feed(forward.ids, **options)
             assert decoder.logits is not None
             recorder.see("logits", decoder.logits)
         return decoder.logits
+
+    @contextmanager
+    def _watched(self, recorder: Recorder) -> Iterator[None]:
+        """Show the values of a forward; as served, let the model run as it is, with the attention that was chosen."""
+        if not self._is_served:
+            with watching(self._hf, attention=self._attention) as watch, watch.showing(recorder):
+                yield
+            return
+        before = self._hf.config._attn_implementation
+        if self._attention is not None:
+            self._hf.model.set_attn_implementation(self._attention)
+        try:
+            yield
+        finally:
+            if self._attention is not None:
+                self._hf.model.set_attn_implementation(before)
 
     @contextmanager
     def _poisoned(self, forward: BatchForward, decoder: HFDecoder) -> Iterator[None]:

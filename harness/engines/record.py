@@ -47,11 +47,19 @@ class RunDescription:
     copies: Sequence[RequestInfo] = ()
     taps: str = "all"
     """See `Workload.taps`."""
+    is_served: bool = False
+    """See `Workload.is_served`."""
 
     @property
     def workload(self) -> Workload:
         """The work that the engine is asked to do."""
-        return Workload(requests=self.requests, schedule=self.schedule, copies=self.copies, taps=self.taps)
+        return Workload(
+            requests=self.requests,
+            schedule=self.schedule,
+            copies=self.copies,
+            taps=self.taps,
+            is_served=self.is_served,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the description as what JSON can hold, for another process."""
@@ -80,7 +88,8 @@ def record(engine: Engine, run: RunDescription) -> None:
     Raises:
         HarnessError: ENGINE_FAILED, or what the engine or the recorder raises.
     """
-    with open_writer(engine, run) as writer, engine_errors(f"{run.engine}, schedule {run.schedule}"):
+    how = ", as served" if run.is_served else ""
+    with open_writer(engine, run) as writer, engine_errors(f"{run.engine}, schedule {run.schedule}{how}"):
         engine.run(run.workload, writer)
 
 

@@ -160,6 +160,7 @@ class FolderEngine:
         lacking = graph.not_shown(finder.chosen)
         self.capabilities = Capabilities(
             schedules=("plain",),
+            not_served="the tensors were dumped: no engine runs",
             keeps_cache=False,
             has_decode=False,
             unsupported_taps=lacking if graph.logits in finder.chosen else (*lacking, "tokens"),

@@ -351,6 +351,37 @@ class PositionError:
     ratio_max: float
 
 
+class ServedStatus(StrEnum):
+    """How the logits of a run with nothing attached to the engine compare with those of the watched run."""
+
+    EQUAL = "equal"
+    """Bit for bit."""
+    WITHIN_NOISE = "within noise"
+    DIFFERS = "differs"
+    NOT_DETERMINISTIC = "not deterministic"
+    """Two watched runs differ as well, so that nothing can be said."""
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsServed:
+    """One schedule run once more with nothing attached to the engine, compared with the watched run."""
+
+    status: ServedStatus
+    schedule: str
+    reason: str | None = None
+    """Why it was not run."""
+    num_rows: int = 0
+    """Rows of logits that were compared."""
+    num_different: int = 0
+    """Rows that differ by more than `allowed_ratio`, or that are missing."""
+    num_other_choices: int = 0
+    """Rows whose largest logit is another."""
+    ratio_max: float | None = None
+    """Largest distance of a row from the watched run's, over HF's own error in the engine's dtype."""
+    allowed_ratio: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """One schedule of one engine against the golden."""
@@ -372,6 +403,8 @@ class RunResult:
     """Steps that verify drafts."""
     bits: str | None = None
     """Digest of the whole recording: equal if and only if every number is equal. None if a step has no digest."""
+    as_served: AsServed | None = None
+    """The same schedule as served; None for all schedules but the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,6 +448,11 @@ class CheckResult:
         """Mismatch if any run mismatches; nothing if no run compared anything, or if one was not made."""
         not_run = (Outcome.NOTHING for _ in self.schedules_not_run)
         return Outcome.of_all((*(run.outcome for run in self.runs), *not_run))
+
+    @property
+    def as_served(self) -> AsServed | None:
+        """The schedule that was run as served; None if recordings were compared."""
+        return next((run.as_served for run in self.runs if run.as_served), None)
 
     @property
     def first_divergence(self) -> Divergence | None:
@@ -466,6 +504,8 @@ class CheckCost:
     has_golden: bool
     """Whether the golden is in the cache."""
     phases: tuple[PhaseCost, ...]
+    num_engine_runs: int
+    """Runs of the engine, whose time is not known: one for each schedule, and one as served."""
     golden_bytes: int
     """On disk, kept."""
     recording_bytes: int

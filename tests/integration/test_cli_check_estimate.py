@@ -33,6 +33,7 @@ def test_the_disk_of_a_check_is_known_before_it_is_made(check, tmp_path):
     assert [phase["name"] for phase in document["phases"]] == [*GOLDEN, "comparison, 3 times"]
     assert all(phase["seconds"] > 0 for phase in document["phases"])
     assert document["peak_bytes"] > 10_000_000
+    assert document["num_engine_runs"] == 3, "one of them as served"
     assert check("--out", str(tmp_path / "out"), "--schedule", "plain").status == 0
     (golden,) = goldens(tmp_path)
     for folder, expected in ((golden, "golden_bytes"), (tmp_path / "out" / "plain", "recording_bytes")):

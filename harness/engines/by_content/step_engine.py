@@ -22,12 +22,12 @@ from harness.engines.by_content.steps import (
     module_paths,
     recomputes,
     rewinds,
+    watched_run,
     with_following,
 )
 from harness.engines.by_content.tap_map import Batch, TapMap
 from harness.engines.declared import declared_numerics
 from harness.engines.module_settings import settings_of_modules
-from harness.engines.poison import Poison
 from harness.engines.record import write_read_back, write_states
 from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
@@ -129,6 +129,7 @@ class StepEngine:
             schedules=tuple(_schedules(learned.batch, stepper, has_mtp=graph.has_mtp)),
             keeps_states=hasattr(stepper, "states"),
             numerics=declared_numerics(stepper, graph) or self._numerics,
+            not_served=_shows_by_itself(stepper),
             unsupported_taps=(*graph.not_shown(learned.taps), *graph.not_shown(kept, caches=True)),
             sampled_only=tuple(
                 tap for tap, mapped in learned.taps.items() if mapped.is_sampled_only and tap not in graph.head
@@ -162,7 +163,7 @@ class StepEngine:
         assert self._graph is not None
         stepper = self._open()
         getattr(stepper, "reset", lambda: None)()
-        run = _Run(stepper, self.map, self._places, self._graph, writer, self._numbers, workload.poison)
+        run = _Run(stepper, self.map, self._places, self._graph, writer, self._numbers, workload)
         for batch in workload.batches:
             has_hits = workload.schedule.trigger == "prefix_hit"
             cached = {request.id: run.begin(request) for request in batch} if has_hits else {}
@@ -170,7 +171,7 @@ class StepEngine:
                 run.step(work)
                 for request in ended:
                     run.finish(request)
-        if run.num_outlived:
+        if run.num_outlived and not workload.is_served:
             self.capabilities = replace(
                 self.capabilities, notes=(*self.capabilities.notes, _outlived(workload, run.num_outlived))
             )
@@ -185,10 +186,10 @@ class _Run:
         graph: Graph,
         writer: RecordingWriter,
         numbers: Iterator[int],
-        poison: Poison | None,
+        workload: Workload,
     ) -> None:
         self._stepper, self._map, self._graph, self._writer = stepper, tap_map, graph, writer
-        self._poison = poison
+        self._poison, self._is_served = workload.poison, workload.is_served
         embeddings = (tap_map.taps[op.tap] for op in graph if op.kind is Kind.EMBEDDING and op.tap in tap_map.taps)
         self._embedding = next((mapped.sources for mapped in embeddings), ())
         self._sampled_only = {
@@ -309,6 +310,8 @@ class _Run:
     ) -> tuple[dict[str, tuple[torch.Tensor, list[int]]], torch.Tensor, list[int]]:
         """Run a step; return the values of each tap and their rows, the logits, and the rows that are ambiguous.
 
+        As served it has the logits alone.
+
         Args:
             work: of the step.
             last: row of each request's last token.
@@ -322,6 +325,12 @@ class _Run:
             for request_parts, start, computed in zip(work, starts, tokens, strict=True)
         ]
         numbers = [self._number(request_parts[0][0]) for request_parts in work]
+        engine_work = list(zip(numbers, tokens, starts, strict=True))
+        following = [request_parts[-1][0].token_ids[request_parts[-1][1].stop :] for request_parts in work]
+        returned = Site("", 0, RETURNED)
+        if self._is_served:
+            logits, _ = watched_run(self._stepper, engine_work, None, rows=rows, following=following)
+            return self._map.read({returned: _returned_rows(logits, rows, sum(map(len, tokens)))}, last), logits, []
 
         def keep(forwards: Sequence[Forward], site: Site, tensor: torch.Tensor) -> torch.Tensor:
             self._fill_padding(forwards, asked, site, tensor)
@@ -329,16 +338,16 @@ class _Run:
 
         forwards, logits, _ = run_step(
             self._stepper,
-            list(zip(numbers, tokens, starts, strict=True)),
+            engine_work,
             teller,
             keep=keep,
             only=self._sites,
             rows=rows,
-            following=[request_parts[-1][0].token_ids[request_parts[-1][1].stop :] for request_parts in work],
+            following=following,
         )
         told = teller.tell(forwards, asked)
         shown = teller.in_order(forwards, asked, told)
-        shown[Site("", 0, RETURNED)] = _returned_rows(logits, rows, sum(map(len, tokens)))
+        shown[returned] = _returned_rows(logits, rows, sum(map(len, tokens)))
         return self._map.read(shown, last), logits, sorted(told.ambiguous)
 
     def _fill_padding(
@@ -450,6 +459,11 @@ def _seen(learned: TapMap, stepper: Stepper, graph: Graph, kept: Collection[str]
         num_forwards=learned.num_forwards,
         lost=lost,
     )
+
+
+def _shows_by_itself(stepper: Stepper) -> str | None:
+    """Return why an engine that has its own `watching` does not run as served: it may be opened in order to be seen."""
+    return f"{type(stepper).__name__} is watched in a way of its own" if hasattr(stepper, "watching") else None
 
 
 def _outlived(workload: Workload, num_tokens: int) -> str:

@@ -383,7 +383,7 @@ def tokens_ahead(stepper: Stepper) -> int:
 def watched_run(
     stepper: Stepper,
     work: Work,
-    see: See,
+    see: See | None,
     *,
     only: Collection[Site] | None = None,
     rows: Sequence[int] | None = None,
@@ -396,7 +396,7 @@ def watched_run(
     Args:
         stepper: the engine.
         work: of the step.
-        see: shown the tensors.
+        see: shown the tensors; None attaches nothing to the engine.
         only: the sites to show; None for all.
         rows: tokens of the step whose logits are returned, [rows, vocabulary]; None: the last one of each request.
         following: of each request the tokens that come next.
@@ -408,7 +408,10 @@ def watched_run(
             token where `rows` are asked for.
     """
     ends = [*accumulate(len(tokens) for _, tokens, _ in work)]
-    with torch.no_grad(), watching(stepper, see, only=only, lookups=lookups, on_ids=on_ids) as watch:
+    with torch.no_grad(), ExitStack() as stack:
+        watch = None
+        if see is not None:
+            watch = stack.enter_context(watching(stepper, see, only=only, lookups=lookups, on_ids=on_ids))
         logits = stepper.step(with_following(stepper, work, following))
         is_tensor = isinstance(logits, torch.Tensor) and logits.is_floating_point() and logits.dim() > 0
         num_rows = logits.numel() // max(1, logits.shape[-1]) if is_tensor else 0
@@ -425,7 +428,8 @@ def watched_run(
         returned = logits.detach().reshape(num_rows, -1)
         if num_rows == ends[-1]:
             returned = returned[[end - 1 for end in ends] if rows is None else list(rows)]
-        watch.returned(returned)
+        if watch is not None:
+            watch.returned(returned)
     return returned, num_rows
 
 

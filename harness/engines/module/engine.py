@@ -320,6 +320,8 @@ class TorchEngine:
         self._device = torch.device(device)
         self._forward = Forward(module, self._device)
         self._places: dict[str, list[Place]] = {}
+        self._shown = self._places
+        """Those that are recorded in the present run."""
         self._graph, self._heads = Graph(()), frozenset[str]()
         self._logits = ""
         self._has_cache = self._forward.takes_cache
@@ -361,6 +363,7 @@ class TorchEngine:
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Feed the requests one after the other; see `Engine.run`."""
+        self._shown = {} if workload.is_served else self._places
         with evaluating(self._module):
             for request in workload.requests:
                 cache = None
@@ -369,7 +372,7 @@ class TorchEngine:
 
     def _capabilities(self, unsupported_taps: tuple[str, ...]) -> Capabilities:
         schedules = ("plain", "chunked") if self._has_cache else ("plain",)
-        return Capabilities(schedules=schedules, keeps_cache=False, unsupported_taps=unsupported_taps)
+        return Capabilities(schedules=schedules, keeps_cache=False, unsupported_taps=unsupported_taps, not_served=None)
 
     def _step(self, request: RequestInfo, positions: range, cache: Any, writer: RecordingWriter) -> Any:
         """Compute the rows at some positions, record them, and return the cache."""
@@ -385,12 +388,12 @@ class TorchEngine:
 
         def see(shown: str, tensors: tuple[torch.Tensor, ...]) -> None:
             """Write the new rows; of what has another shape than expected they are missing, and found so."""
-            for place in self._places.get(shown, ()):
+            for place in self._shown.get(shown, ()):
                 rows, tap = place.rows(tensors, positions.stop - start), place.operation.tap
                 if rows is not None and (last or tap not in self._heads):
                     writer.tap(tap, rows[-1:] if tap in self._heads else rows[-len(positions) :])
 
-        paths = dict.fromkeys(shown.partition("@")[0].partition(":")[0] for shown in self._places)
+        paths = dict.fromkeys(shown.partition("@")[0].partition(":")[0] for shown in self._shown)
         with showing_values(self._module, paths, see):
             answer = self._forward(request.token_ids[start : positions.stop], start, cache)
         if last:

@@ -92,6 +92,7 @@ class ReferenceEngine:
             keeps_states=keeps_states,
             unsupported_taps=_EXPANDED if self._keeps_latents else (),
             numerics=self._numerics(rotates_by_request=follows_length),
+            not_served=None,
             control=Control(limits=free, aborts=True, forks=backend != "recompute"),
         )
 
@@ -128,7 +129,7 @@ class ReferenceEngine:
         """Run the workload on a fresh engine; see `Engine.run`."""
         with reference_errors(self._folder), self._opened(workload) as engine:
             is_other = engine.runner.kernels.changes_when_observed
-            engine.runner.shows_operations = workload.taps == "all" or not is_other
+            engine.runner.shows_operations = not workload.is_served and (workload.taps == "all" or not is_other)
             memory = ReferenceMemory(engine) if workload.poison is not None else None
             run_workload(engine, workload, ReferenceRecorder(writer, ForcedDrafts(workload), workload.poison, memory))
 

@@ -65,6 +65,7 @@ class VllmEngine:
             self._num_groups = len(runner.kv_cache_config.kv_cache_groups)
             self.capabilities = Capabilities(
                 schedules=SCHEDULES,
+                not_served="vLLM shows its logits through hooks alone",
                 keeps_cache=keeps_readable_cache(runner),
                 numerics=declared_numerics(runner, folder),
                 notes=(f"vLLM was opened with {settings({**self._arguments, **options})}",),

@@ -36,6 +36,7 @@ from harness.judge.jobs.opened import (
     recording_folder,
     with_duplicate_requests,
 )
+from harness.judge.jobs.served import ended_before_served, with_served_run
 from harness.judge.jobs.settings import compare_settings, with_settings
 from harness.oracle.golden import Golden
 from harness.oracle.lora import adapter_notes
@@ -87,6 +88,7 @@ def _check_engine(
             runs.append(_with_source(with_settings(run, settings), engine.capabilities.sources))
             if time.perf_counter() > deadline or (plan.case.stops_early and run.outcome is Outcome.MISMATCH):
                 break
+        runs[-1:] = [ended_before_served(run) if run.as_served is None else run for run in runs[-1:]]
     is_wrong = any(run.outcome is Outcome.MISMATCH for run in runs)
     not_run = () if is_wrong and plan.case.stops_early else tuple(map(str, plan.schedules[len(runs) :]))
     report("done", len(plan.schedules), len(plan.schedules))
@@ -132,7 +134,7 @@ def _run_schedules(
     """Yield the result of each schedule; it runs when it is asked for."""
     for index, schedule in enumerate(plan.schedules):
         report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
-        yield _run_schedule(plan, engine, schedule, golden, hf, out, report)
+        yield _run_schedule(plan, engine, schedule, golden, hf, out, report, serves=index + 1 == len(plan.schedules))
 
 
 def _run_schedule(
@@ -143,6 +145,8 @@ def _run_schedule(
     hf: HFModel,
     out: Path | None,
     report: Progress,
+    *,
+    serves: bool,
 ) -> RunResult:
     golden, copies = with_duplicate_requests(plan, golden, schedule, hf)
     with recording_folder(out, str(schedule).replace(":", "-")) as folder:
@@ -156,6 +160,9 @@ def _run_schedule(
                 plan, engine.capabilities, actual, golden, hf, require=require, progress=report
             )
             result = comparison.result if plan.case.stops_early else explain_run(comparison, actual, golden, hf)
+            if serves:
+                report(f"{plan.case.engine}, {schedule}, as served", 0, 1)
+                result = with_served_run(result, plan, engine, schedule, actual, golden, hf, copies=copies)
             return replace(result, engine_s=engine_s)
 
 

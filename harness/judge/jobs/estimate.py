@@ -73,6 +73,7 @@ def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
                 PhaseCost(name="loading", seconds=loaded_s, read_bytes=weights if is_resident else 0),
                 *run.phases(0 if is_resident else weights, has_golden=has_golden, keeps=keeps),
             ),
+            num_engine_runs=len(plan.schedules) + 1,
             golden_bytes=run.golden_bytes.all,
             recording_bytes=run.recording_bytes.all,
             peak_bytes=run.peak_bytes,

@@ -130,6 +130,7 @@ def describe_run(
     folder: Path,
     *,
     copies: Sequence[RequestInfo] | None = None,
+    is_served: bool = False,
 ) -> RunDescription:
     """Describe a run of the engine that is recorded into `folder`.
 
@@ -153,6 +154,7 @@ def describe_run(
         requests=list(requests),
         copies=list(copies),
         taps=plan.case.only or "all",
+        is_served=is_served,
     )
 
 
@@ -164,9 +166,10 @@ def record_run(
     folder: Path,
     *,
     copies: Sequence[RequestInfo] | None = None,
+    is_served: bool = False,
 ) -> None:
     """Run the engine under one schedule and record it into `folder`; see `describe_run`."""
-    run = describe_run(plan, schedule, requests, folder, copies=copies)
+    run = describe_run(plan, schedule, requests, folder, copies=copies, is_served=is_served)
     if isinstance(engine, IsolatedEngine):
         engine.record(run)
     else:

@@ -48,6 +48,7 @@ def check_json(result: CheckResult) -> dict[str, Any]:
         },
         "findings": [plain(finding) | {"schedule": run.schedule} for run in result.runs for finding in run.findings],
         "seen": result.seen,
+        "as_served": result.as_served,
         "notes": result.notes,
         "sources": [{"tap": tap} | plain(source) for tap, source in result.sources.items()],
         "runs": [run_json(run) for run in result.runs],

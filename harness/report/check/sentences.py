@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import PurePath
 
+from harness.errors import Code
 from harness.report.check.table import Row, count, merge_taps, sum_coverage, sum_seconds, sum_tokens
 from harness.results.check import (
+    AsServed,
     CheckResult,
     Coverage,
     Divergence,
@@ -20,6 +22,7 @@ from harness.results.check import (
     RowId,
     RunResult,
     Seen,
+    ServedStatus,
     TokenResult,
     VerifiedStep,
 )
@@ -181,7 +184,9 @@ def _sentence(finding: Finding) -> str:
 
 def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     """Yield (label, sentence) of everything that is not about one operation; timings last."""
-    runs = result.runs
+    runs, served = result.runs, result.as_served
+    if served is not None and served.status is ServedStatus.NOT_DETERMINISTIC:
+        yield "as served", _as_served(served)
     if any(run.tokens.compared for run in runs):
         yield "tokens", _tokens(sum_tokens(runs))
     verified = [step for run in runs for step in run.acceptance]
@@ -190,6 +195,8 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     logits = [run.logits for run in runs if run.logits]
     if logits:
         yield "logits", _logits(logits)
+    if served is not None and served.status is not ServedStatus.NOT_DETERMINISTIC:
+        yield "as served", _as_served(served)
     coverage = sum_coverage(runs)
     yield "coverage", _coverage(coverage)
     if coverage.triggers:
@@ -276,6 +283,22 @@ def _logits(logits: Sequence[LogitResult]) -> str:
     kl, margin = largest(part.kl_max for part in logits), smallest(part.margin_min for part in logits)
     parts = [f"top-1 agrees in {number(100 * agreement)} % of {count(num_rows, 'row')}"]
     return ", ".join([*parts, f"KL up to {number(kl)} nats", f"smallest margin {number(margin)}"])
+
+
+def _as_served(served: AsServed) -> str:
+    """Return what the logits are with nothing attached to the engine."""
+    rows, name = count(served.num_rows, "row"), printable(served.schedule)
+    noise = f"{number(served.ratio_max)} times HF's own noise, {number(served.allowed_ratio)} allowed"
+    match served.status:
+        case ServedStatus.NOT_RUN:
+            return printable(f"not run, because {served.reason}")
+        case ServedStatus.NOT_DETERMINISTIC:
+            return f"{Code.RUNS_DIFFER}: not deterministic: two watched runs under {name} differ by up to {noise}"
+        case ServedStatus.EQUAL:
+            return f"{rows} of logits under {name} equal the watched ones, bit for bit"
+        case ServedStatus.WITHIN_NOISE:
+            return f"{rows} of logits under {name} differ from the watched ones by up to {noise}"
+    return f"{served.num_different:,} of {rows} of logits under {name} differ from the watched ones"
 
 
 def _coverage(coverage: Coverage) -> str:

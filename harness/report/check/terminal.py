@@ -187,6 +187,7 @@ def cost_text(result: CheckCost, *, tablefmt: str = "simple") -> str:
         "",
         table,
         "",
+        f"engine   {result.num_engine_runs} runs, the last of them as served if the engine can; their time is its own",
         f"disk     {_gb(result.golden_bytes)} GB for the golden, {golden}; {_gb(result.recording_bytes)} GB for a "
         "recording while a schedule is judged",
         f"memory   {peak} at most beside mapped files and an engine in another process; "

@@ -11,12 +11,12 @@ from .examples import NUM_ROWS, build
 
 KEYS = [
     "schema_version", "verdict", "engine", "model", "dtype", "device", "num_requests", "num_rows", "num_taps",
-    "schedules", "first_divergence", "taps", "tokens", "coverage", "timings_s", "findings", "seen", "notes", "sources",
-    "runs", "schedules_not_run", "next",
+    "schedules", "first_divergence", "taps", "tokens", "coverage", "timings_s", "findings", "seen", "as_served",
+    "notes", "sources", "runs", "schedules_not_run", "next",
 ]  # fmt: skip
 RUN_KEYS = {
     "schedule", "verdict", "num_rows", "taps", "findings", "first_divergence", "tokens", "logits", "coverage",
-    "timings_s", "positions", "acceptance", "bits",
+    "timings_s", "positions", "acceptance", "bits", "as_served",
 }  # fmt: skip
 DIVERGENCE_KEYS = {
     "tap", "request", "position", "verdict", "code", "local_roundings", "bound_roundings", "propagated_ratio",

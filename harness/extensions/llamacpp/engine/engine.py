@@ -81,6 +81,7 @@ class LlamaCppEngine:
             self._load_adapter(options, metadata)
         self.capabilities = Capabilities(
             schedules=_SCHEDULES,
+            not_served="llama.cpp shows its logits through the callback of its graph alone",
             sampled_only=pruned_taps(metadata.count("block_count")),
             numerics=Numerics(weights=file.formats, **self._declared_cache()),
         )
