@@ -71,7 +71,9 @@ def diff(
     """
     if is_dump(expected) and is_dump(actual):
         options = {"--model": model, "--lora": lora, "--truth": truth, "--taps": taps, "--lacking": lacking}
-        _refuse_unused({**options, "--require": require}, "two folders of tensors")
+        options |= {"--require": require, "--local-files-only": local_files_only or None}
+        options |= {"--device": None if device == "cpu" else device}
+        _refuse_unused(options, "two folders of tensors")
         return _diff_dumps(expected, actual, close, format)
     _refuse_unused({"--close": close}, "two recordings")
     with progress_bar() as report:

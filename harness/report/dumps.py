@@ -95,6 +95,8 @@ def _row(pair: TensorPair) -> tuple[str, ...]:
 
 def _facts(result: DumpsResult) -> Iterator[tuple[str, str]]:
     yield "in all", _counts(result.pairs)
+    precisions = Counter(" and ".join(pair.precisions) for pair in result.pairs)
+    yield "dtypes", "; ".join(f"{count(total, 'tensor')} of {names}" for names, total in precisions.items())
     yield "order", result.order
     yield (
         "close",
@@ -106,6 +108,8 @@ def _facts(result: DumpsResult) -> Iterator[tuple[str, str]]:
     both = sum(any(pair.num_not_finite) and pair.same_not_finite for pair in result.pairs)
     if both:
         yield "not finite", f"{count(both, 'tensor')} with NaN or infinities, the same ones in both folders"
+    if exchanged := sum("exchanged" in "".join(pair.layouts) for pair in result.pairs):
+        yield "layout", f"{count(exchanged, 'tensor')} compared with two dimensions exchanged"
     if in_part := sum(pair.num_elements < max(map(math.prod, pair.shapes)) for pair in result.pairs):
         yield (
             "in part",

@@ -179,6 +179,7 @@ def test_files_that_cannot_be_read(harness, tmp_path, kind, damage):
         ("--taps", "all"),
         ("--lacking", "x"),
         ("--require", "decode"),
+        ("--device", "cuda"),
     ],
 )
 def test_options_of_recordings_are_refused(harness, tmp_path, option, value):

@@ -69,6 +69,14 @@ class Edge:
         return max(rounding_unit(tensor.precision) for tensor in self.tensors)
 
     @property
+    def is_flattening(self) -> bool:
+        """Whether one view is the other with dimensions flattened; exchanged, it has to have another shape."""
+        first, second = (layout.ends(item.shape) for layout, item in zip(self.layouts, self.tensors, strict=True))
+        squeezed = [[size for size in item.shape if size > 1] for item in self.tensors]
+        is_told = self.layouts == (AS_IT_IS, AS_IT_IS) or squeezed[0] != squeezed[1]
+        return is_told and (first <= second or second <= first)
+
+    @property
     def is_fine(self) -> bool:
         """Whether rounding may be all that differs."""
         return self.level < _LOOSELY
@@ -126,13 +134,12 @@ class Matcher:
         """Yield the pairs without a partner whose names may agree, and whose shapes do but for flattened dimensions."""
         second = defaultdict(list)
         for two in self.left(1):
-            second[self._hints.template(1, two.name), two.shape.numel()].append((two, AS_IT_IS.ends(two.shape)))
+            second[two.shape.numel()].append(two)
         for one in self.left(0):
-            ends = AS_IT_IS.ends(one.shape)
-            for template in self._hints.templates(one.name):
-                for two, ends_two in second[template, one.shape.numel()]:
-                    if (ends <= ends_two or ends_two <= ends) and self._hints.likeness((one.name, two.name)):
-                        yield Edge(tensors=(one, two))
+            for two in second[one.shape.numel()]:
+                edge = Edge(tensors=(one, two))
+                if self._hints.likeness(edge.names) and edge.is_flattening:
+                    yield edge
 
     def _take(self, level: int, *, by_name: bool = False) -> None:
         """Take the edges of a level that are better than their rivals, those between names that agree first.
@@ -222,10 +229,9 @@ class _Table:
         for place, distance in zip(places[order].tolist(), distances[order].tolist(), strict=True):
             tensor, layout, _values = self._views[place]
             layouts = one[1], layout
-            ends, ends_two = one[1].ends(one[0].shape), layout.ends(tensor.shape)
             edge = Edge(tensors=(one[0], tensor), layouts=layouts, distance=distance, evidence=Evidence.CONTENT)
             fine = _IN_PART if layout.part else _AS_THEY_ARE if layouts == (AS_IT_IS, AS_IT_IS) else _EXCHANGED
-            if distance <= _LOOSE and (ends <= ends_two or ends_two <= ends):
+            if distance <= _LOOSE and edge.is_flattening:
                 is_fine = distance <= max(_LEAST_FINE, _FINE_ROUNDINGS * edge.unit)
                 yield replace(edge, level=fine if is_fine else _LOOSELY)
 

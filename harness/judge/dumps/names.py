@@ -115,15 +115,6 @@ class NameHints:
             rule.values[at].add(number)
         self._counts.update([(0, template), (1, template_two)])
 
-    def templates(self, name: str) -> set[str]:
-        """Return the names without numbers that may stand for a name of the first folder."""
-        template = self.template(0, name)
-        return {template, *(two for one, two in self._rules if one == template)}
-
-    def template(self, side: int, name: str) -> str:
-        """Return a name without numbers."""
-        return _parts(self._plain[side][name])[0]
-
     def likeness(self, names: tuple[str, str]) -> int:
         """Return 2 for one name, 1 for names that stand for each other elsewhere, 0 for any others."""
         first, second = (plain[name] for plain, name in zip(self._plain, names, strict=True))

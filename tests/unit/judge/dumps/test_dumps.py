@@ -400,3 +400,37 @@ def test_hostile_tensors(compare, added, tmp_path):
     assert inner(result.first_difference)[0] in added
     text = dumps_text(result)
     assert all(character.isprintable() or character == "\n" for character in text)
+
+
+def test_exchanged_dimensions_of_one_shape_are_a_difference(compare):
+    """As many heads as tokens: the shape does not tell a layout from a mistake."""
+    heads = torch.randn(1, TOKENS, TOKENS, 8, generator=torch.Generator().manual_seed(1))
+    result = compare(run() | {"heads": heads}, run() | {"heads": heads.transpose(1, 2).contiguous()})
+    assert inner(result.first_difference) == ("heads", "heads")
+
+
+def test_exchanged_dimensions_are_said(compare):
+    heads = torch.randn(1, TOKENS, HEADS, 8, generator=torch.Generator().manual_seed(1))
+    result = compare(run() | {"heads": heads}, run() | {"heads": heads.transpose(1, 2).contiguous()})
+    assert result.outcome is Outcome.PASS
+    assert "1 tensor compared with two dimensions exchanged" in dumps_text(result)
+
+
+def test_a_difference_of_all_rows_is_not_hidden_by_one_noisy_row_before(compare):
+    tensors = run()
+    noise = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)) * 2.54e-8
+    noisy = tensors["layers.0.attn"].clone()
+    noisy[0, 3] *= 1 + 18 * noise[0, 3]
+    wrong = tensors["layers.2.attn"] * (1 + 30 * noise)
+    result = compare(tensors, tensors | {"layers.0.attn": noisy, "layers.2.attn": wrong})
+    pair = result.first_difference
+    assert inner(pair)[0] == "layers.2.attn"
+    assert pair.roundings < pair.bound
+    assert pair.roundings_median > pair.bound_median
+
+
+def test_two_dtypes_are_compared_in_roundings_of_the_coarser(compare):
+    first = run()
+    result = compare(first, {name: tensor.bfloat16() for name, tensor in run(noise=2e-3).items()})
+    assert result.outcome is Outcome.PASS
+    assert "14 tensors of float32 and bfloat16" in " ".join(dumps_text(result).split())
