@@ -70,8 +70,8 @@ def diff(
     rounding makes it.
     """
     if is_dump(expected) and is_dump(actual):
-        options = {"--model": model, "--lora": lora, "--truth": truth, "--taps": taps, "--lacking": lacking}
-        options |= {"--require": require, "--local-files-only": local_files_only or None}
+        options: dict[str, object] = {"--model": model, "--lora": lora, "--truth": truth, "--taps": taps}
+        options |= {"--lacking": lacking, "--require": require, "--local-files-only": local_files_only or None}
         options |= {"--device": None if device == "cpu" else device}
         _refuse_unused(options, "two folders of tensors")
         return _diff_dumps(expected, actual, close, format)

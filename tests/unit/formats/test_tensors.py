@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from harness.errors import Code, HarnessError
 from harness.formats import tensors
-from harness.formats.tensors import read_tensors
+from harness.formats.tensors import TensorFolder, read_tensors
 
 MARK = "ran"
 
@@ -34,15 +34,17 @@ def test_all_formats_in_nested_folders(tmp_path):
     values = torch.randn(5, 7)
     (tmp_path / "rank0" / "step0").mkdir(parents=True)
     np.save(tmp_path / "a.npy", values.numpy())
+    np.savez(tmp_path / "z.npz", q=values.numpy(), ids=np.arange(3), w=values.half().numpy())
     save_file({"q": values.bfloat16(), "w": values}, tmp_path / "rank0" / "s.safetensors")
     torch.save({"mlp": [values, None, values * 2], "norm": {"out": values.half()}, "count": 3}, tmp_path / "rank0/x.pt")
     torch.save(torch.nn.Parameter(values), tmp_path / "rank0" / "step0" / "p.pth")
     tensors = by_name(tmp_path)
     assert sorted(tensors) == [
         "a.npy", "rank0/s.safetensors: q", "rank0/s.safetensors: w", "rank0/step0/p.pth",
-        "rank0/x.pt: mlp.0", "rank0/x.pt: mlp.2", "rank0/x.pt: norm.out",
+        "rank0/x.pt: mlp.0", "rank0/x.pt: mlp.2", "rank0/x.pt: norm.out", "z.npz: q", "z.npz: w",
     ]  # fmt: skip
     assert torch.equal(tensors["a.npy"], values)
+    assert torch.equal(tensors["z.npz: w"], values.half())
     assert torch.equal(tensors["rank0/s.safetensors: q"], values.bfloat16())
     assert torch.equal(tensors["rank0/x.pt: mlp.2"], values * 2)
     assert not tensors["rank0/step0/p.pth"].requires_grad
@@ -111,12 +113,12 @@ def test_an_array_of_objects_is_refused(tmp_path):
     assert error.what == "the array holds Python objects, which are never unpickled"
 
 
-@pytest.mark.parametrize("name", ["x.npy", "x.pt", "x.safetensors"])
+@pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.pt", "x.safetensors"])
 @pytest.mark.parametrize("kept", [0, 1, 0.5, -1])
 def test_a_truncated_file_is_refused(tmp_path, name, kept):
     path, values = tmp_path / name, torch.randn(40, 30)
-    if path.suffix == ".npy":
-        np.save(path, values.numpy())
+    if path.suffix in (".npy", ".npz"):
+        (np.save if path.suffix == ".npy" else np.savez)(path, values.numpy())
     else:
         (torch.save if path.suffix == ".pt" else save_file)({"a": values}, path)
     content = path.read_bytes()
@@ -163,3 +165,35 @@ def test_a_folder_that_is_not_there(tmp_path):
     assert refusal(tmp_path / "none").what == "there is no such folder"
     (tmp_path / "file").touch()
     assert refusal(tmp_path / "file").what == "the path is not a folder"
+
+
+@pytest.mark.parametrize("suffix", ["npz", "pt", "safetensors"])
+def test_a_folder_reads_one_tensor_after_the_other_in_any_order(tmp_path, suffix):
+    values = {name: torch.randn(3, 4) for name in "abc"}
+    if suffix == "npz":
+        np.savez_compressed(tmp_path / "x.npz", **{name: value.numpy() for name, value in values.items()})
+    else:
+        (torch.save if suffix == "pt" else save_file)(values, tmp_path / f"x.{suffix}")
+    folder = TensorFolder(tmp_path)
+    assert [item.name for item in folder.tensors()] == [f"x.{suffix}: {name}" for name in "abc"]
+    for name in "bcabac":
+        assert torch.equal(folder.read(f"x.{suffix}: {name}"), values[name])
+    folder.check_unchanged()
+
+
+def test_a_tensor_that_is_gone_was_changed(tmp_path):
+    torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
+    folder = TensorFolder(tmp_path)
+    assert len(list(folder.tensors())) == 1
+    torch.save({"other": torch.ones(3)}, tmp_path / "x.pt")
+    with pytest.raises(HarnessError) as caught:
+        folder.read("x.pt: a")
+    assert (caught.value.code, caught.value.what) == (Code.BAD_TENSOR_FILE, "the file was changed while it was read")
+
+
+def test_an_archive_of_objects_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dump").mkdir()
+    np.savez(tmp_path / "dump" / "x.npz", a=np.array([RunsCode(), 1], dtype=object))
+    assert refusal(tmp_path / "dump").code is Code.BAD_TENSOR_FILE
+    assert not (tmp_path / MARK).exists()
