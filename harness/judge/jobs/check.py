@@ -25,6 +25,7 @@ from harness.judge.compare import Comparison, Requirements, compare_run
 from harness.judge.compare.batch import RowSample
 from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.compare.propagated import what_logits_show
+from harness.judge.culprit import CULPRIT, SCRIPT, write_culprit
 from harness.judge.explain import explain_run
 from harness.judge.jobs.opened import (
     followed_schedules,
@@ -109,6 +110,7 @@ def _check_engine(
             *engine.capabilities.notes,
             *_what_was_judged(plan, runs, golden, hf.graph),
             *_what_was_not_run(plan, not_run),
+            *_where_the_culprit_is(out),
         ),
         schedules_not_run=not_run,
         next_place=next_place(plan, runs, engine.capabilities.sources),
@@ -160,10 +162,20 @@ def _run_schedule(
                 plan, engine.capabilities, actual, golden, hf, require=require, progress=report
             )
             result = comparison.result if plan.case.stops_early else explain_run(comparison, actual, golden, hf)
+            if out is not None:
+                _keep_culprit(comparison, actual, hf, out / CULPRIT)
             if serves:
                 report(f"{plan.case.engine}, {schedule}, as served", 0, 1)
                 result = with_served_run(result, plan, engine, schedule, actual, golden, hf, copies=copies)
             return replace(result, engine_s=engine_s)
+
+
+def _keep_culprit(comparison: Comparison, recording: Recording, hf: HFModel, folder: Path) -> None:
+    """Write the operation of the first divergence by itself, if no earlier schedule has one."""
+    first = comparison.result.first_divergence
+    evidence = None if first is None else comparison.evidence.get(first.tap)
+    if evidence is not None and not folder.exists():
+        write_culprit(evidence, recording, hf, folder)
 
 
 def compare_planned(
@@ -212,6 +224,11 @@ def preset_taps(preset: str, graph: Graph) -> list[str]:
     """Return the taps that a preset other than `all` asks for."""
     caches = [op.tap for op in graph if op.kind is Kind.CACHE]
     return {"cache": [*caches, graph.logits], "logits": [graph.logits], "tokens": []}[preset]
+
+
+def _where_the_culprit_is(out: Path | None) -> Iterator[str]:
+    if out is not None and (out / CULPRIT).exists():
+        yield f"the first wrong operation by itself, without the harness: python {out / CULPRIT / SCRIPT}"
 
 
 def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, graph: Graph) -> Iterator[str]:
