@@ -116,6 +116,7 @@ class Code(StrEnum):
     BAD_TENSOR_FOLDER = "H085"
     TENSORS_OF_OTHER_TOKENS = "H086"
     TENSORS_DIFFER = "H088"
+    NAMES_CONTRADICT_CONTENT = "H089"
     # Findings below one rounding
     SYSTEMATIC_ERROR = "H087"
     # Properties

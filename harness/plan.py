@@ -77,9 +77,11 @@ class Plan:
             return self.subject
         case = self.case
         if case.tensors is not None:
+            from harness.engines.by_content.named import read_names
             from harness.engines.tensor_folder import FolderEngine
 
-            return FolderEngine(case.tensors, self.checkpoint, dtype=case.dtype, token_ids=self.prompts[0].token_ids)
+            names, ids = None if case.names is None else read_names(case.names), self.prompts[0].token_ids
+            return FolderEngine(case.tensors, self.checkpoint, dtype=case.dtype, token_ids=ids, tap_names=names)
         return open_engine(case.engine, self.folder, dtype=case.dtype, device=case.device, options=self.engine_options)
 
 
@@ -188,6 +190,8 @@ def _refuse_contradictions(case: Case) -> None:
     if case.isolate is False and limit_s is not None:
         what, hint = "an engine in the harness's own process cannot be ended", "leave out isolate=False, or the limit"
         refuse("--engine-timeout", what, expected="an engine in a process of its own", hint=hint)
+    if case.names is not None and case.tensors is None:
+        refuse("--names", "names are of the tensors in a folder", hint="--tensors DIR; or harness.check(..., names=)")
     if case.tensors is not None:
         if len(case.requests) != 1:
             what, hint = "a folder of tensors is of one request", "give one --token-ids, or one --prompt"

@@ -255,8 +255,9 @@ def choose(
 
     wanted, place = dtype_name(dtype), None if device is None else str(device)
     is_module = isinstance(engine, nn.Module)
-    if names is not None and not is_module:
-        _refuse_argument("names=", names, "names are for an nn.Module")
+    is_stepper = callable(getattr(engine, "step", None)) and not isinstance(engine, type)
+    if names is not None and not is_module and not is_stepper:
+        _refuse_argument("names=", names, "names are for an nn.Module, or an object with a method `step`")
     if options and not isinstance(engine, str):
         _refuse_argument("engine_options=", dict(options), "options are for an engine that is opened by its name")
     if isinstance(engine, str):
@@ -270,8 +271,8 @@ def choose(
             device=place,
             open=lambda _folder, _dtype, _device: engine,
         )
-    if callable(getattr(engine, "step", None)) and not isinstance(engine, type):
-        return _chosen_stepper(engine, wanted, place)
+    if is_stepper:
+        return _chosen_stepper(engine, wanted, place, names)
     raise _no_engine(engine)
 
 
@@ -311,7 +312,7 @@ def _chosen_module(module: "nn.Module", dtype: str, device: str | None, names: M
     )
 
 
-def _chosen_stepper(engine: Any, dtype: str, device: str | None) -> Chosen:
+def _chosen_stepper(engine: Any, dtype: str, device: str | None, names: Mapping[str, str] | None) -> Chosen:
     """Return an engine that has steps alone: its dtype is that of its modules."""
     from harness.engines.by_content import StepEngine, module_paths
     from harness.engines.module import module_dtype
@@ -322,7 +323,9 @@ def _chosen_stepper(engine: Any, dtype: str, device: str | None) -> Chosen:
         name=name,
         dtype=next((known for known in dtypes if known is not None), None if dtype == "auto" else dtype),
         device=device,
-        open=lambda folder, dtype, _device: StepEngine(lambda: engine, name=name, folder=folder, dtype=dtype),
+        open=lambda folder, dtype, _device: StepEngine(
+            lambda: engine, name=name, folder=folder, dtype=dtype, tap_names=names
+        ),
     )
 
 

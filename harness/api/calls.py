@@ -63,7 +63,8 @@ def check(
         max_new_tokens: tokens to generate for each prompt, 24 by default.
         schedules: `plain`, `chunked:5`, `batched`, ...; empty for the default ones that engine and prompts can follow.
         names: for a module whose parts have other names than HF's: paths in the module, and HF's paths of the parts.
-            An entry holds for all that is in the part; `*` stands for the number of a layer.
+            An entry holds for all that is in the part; `*` stands for the number of a layer. For an engine with steps:
+            its tensors, as the report's sources name them, and the taps that they are for certain.
         dtype: float32, bfloat16, float16; `auto` for the module's or the checkpoint's own.
         device: where engine and oracle run; None for the module's own, or the CPU.
         truth: precision of the truth: `float64`, `float32`, or `auto` for what the dtype needs.

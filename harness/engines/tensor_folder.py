@@ -6,7 +6,7 @@ side by side, or added up. Where the tokens are not those that the user named, t
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from harness.engines.adapter import Capabilities, Workload
 from harness.engines.by_content.columns import Table, relative_error, tables_of
 from harness.engines.by_content.finder import TapFinder, TapNames
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
+from harness.engines.by_content.named import named_columns
 from harness.engines.by_content.tap_map import TapEvidence
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
@@ -122,8 +123,16 @@ _LEAST_TWINS, _RUNS_ALIKE = 4, 0.1
 class FolderEngine:
     """Records what tensors of a folder hold of one prefill."""
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint, *, dtype: str, token_ids: Sequence[int]) -> None:
-        """Take the folder.
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        *,
+        dtype: str,
+        token_ids: Sequence[int],
+        tap_names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take the folder, and names of tensors with the taps that they are for certain.
 
         Raises:
             HarnessError: BAD_OPTION: too few tokens.
@@ -132,7 +141,7 @@ class FolderEngine:
             what, expected = "so few tokens do not tell tensors apart", f"at least {_LEAST_TOKENS}"
             raise HarnessError(Code.BAD_OPTION, what, where="--tensors", expected=expected, actual=len(token_ids))
         self.name, self._folder, self._checkpoint = "tensors", folder, checkpoint
-        self._dtype, self._ids = getattr(torch, dtype), list(token_ids)
+        self._dtype, self._ids, self._tap_names = getattr(torch, dtype), list(token_ids), tap_names or {}
         self._finder: TapFinder | None = None
         self._graph: Graph | None = None
         self.capabilities = Capabilities(schedules=("plain",), keeps_cache=False, has_decode=False)
@@ -150,6 +159,8 @@ class FolderEngine:
         if not finder.tables:
             self._refuse_no_rows(files)
         self._refuse_other_dtype([table.rows.dtype for table in finder.tables])
+        labels = [table.name for table in finder.tables]
+        finder.named = named_columns(self._tap_names, graph, finder.tables, labels)
         finder.find()
         self._refuse_other_tokens(hf, files, rounding)
         self._refuse_several_prefills(hf)
@@ -222,7 +233,7 @@ class FolderEngine:
         yield "taken: " + "; ".join(self._told(tap) for tap in shown) + "; other layers: --format json"
         for tap in (tap for tap in chosen if chosen[tap].evidence is TapEvidence.LOOKED_UP):
             yield f"{tap} is not in the folder: what reads it was judged on HF's embedding of the tokens"
-        certain = (TapEvidence.CONTENT, TapEvidence.LOOKED_UP)
+        certain = (TapEvidence.CONTENT, TapEvidence.LOOKED_UP, TapEvidence.NAMED)
         guessed = [tap for tap in chosen if chosen[tap].evidence not in certain]
         for tap in guessed[:_MOST_SHOWN]:
             why = chosen[tap].evidence.help

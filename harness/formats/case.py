@@ -125,6 +125,15 @@ class Case(BaseModel):
             is_in_files=False,
         ),
     ] = None
+    names: Annotated[
+        _Path | None,
+        Option(
+            "--names FILE",
+            "JSON file of names of tensors in the folder of --tensors, and of the taps that they are for certain.",
+            kind=Path,
+            is_in_files=False,
+        ),
+    ] = None
     engine_options: Annotated[
         dict[str, str | int],
         Option(

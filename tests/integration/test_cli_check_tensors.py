@@ -221,3 +221,39 @@ def test_without_the_embedding_the_first_layer_is_judged_on_hfs(check, qwen2, fo
     assert (first["tap"], first["explanation"]["cause"][:9]) == ("model.layers.0.input_layernorm", "wrong eps")
     sources = {source["tap"]: source["tensor"] for source in report["sources"]}
     assert sources["model.embed_tokens"] == "HF's embedding of the tokens"
+
+
+def test_names_come_before_what_is_guessed(check, qwen2, folder, tmp_path):
+    """The last norm is all zeros, which no other tensor tells, and neither does its name."""
+    tensors = dump(qwen2, plant=lambda model: model.model.norm.weight.data.zero_())
+    tensors |= {f"t.{at}": tensors.pop(f"model.layers.{at}.self_attn.o_proj") * (1 + at) for at in range(3)}
+    torch.save({name: item for name, item in tensors.items() if not name.endswith(".self_attn")}, folder / "a.pt")
+    (tmp_path / "names.json").write_text(json.dumps({"t.*": "model.layers.*.self_attn.o_proj"}))
+    report = check("--dtype", "float32", "--names", tmp_path / "names.json", "--format", "json").json
+    sources = {source["tap"]: source for source in report["sources"]}
+    for at in range(3):
+        source = sources[f"model.layers.{at}.self_attn.o_proj"]
+        assert (source["tensor"], source["evidence"]) == (f"a.pt: t.{at}", "you named it")
+    assert report["first_divergence"]["tap"] == "model.layers.1.self_attn.o_proj"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            {"0.mlp.gate_proj": "model.layers.0.mlp.up_proj", "0.mlp.up_proj": "model.layers.0.mlp.gate_proj"},
+            "H089: a name contradicts what the tensors hold",
+        ),
+        ({"q_proj": "model.layers.0.self_attn.q_proj"}, "several tensors have this name"),
+        ({"layers.0.norm": "model.norm"}, "no tensor with a row for each token has this name"),
+        ({"lm_head": "model.norm"}, "the tensor of model.norm has other columns"),
+        ({"lm_head": "model.head"}, "HF's model has no such tap"),
+        ([], "the file holds no names"),
+    ],
+)
+def test_names_that_cannot_be_right(check, qwen2, folder, tmp_path, names, message):
+    torch.save(dump(qwen2), folder / "a.pt")
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    ran = check("--dtype", "float32", "--names", tmp_path / "names.json")
+    assert ran.status == 2, ran.out
+    assert message in ran.err

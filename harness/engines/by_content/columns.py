@@ -97,6 +97,7 @@ class ColumnIndex:
         generator = torch.Generator().manual_seed(0)
         self._probes = torch.randn(_NUM_PROJECTIONS, num_rows, generator=generator, dtype=torch.float64)
         self._probes /= num_rows**0.5
+        self._zeros = [at for at, table in enumerate(tables) if not bool(table.any())]
         widths = [table.shape[1] for table in tables]
         projected = [self._project(table) for table in tables]
         self._all = torch.cat(projected, dim=1) if projected else torch.zeros(_NUM_PROJECTIONS, 0)  # [P, C]
@@ -113,8 +114,12 @@ class ColumnIndex:
             exactly: whether to look for exact ones alone.
         """
         value = value.double()
-        if not bool(value.isfinite().all()) or not bool(value.any()):
+        if not bool(value.isfinite().all()):
             return []
+        if not bool(value.any()):
+            whole = Columns(start=0, stop=value.shape[1])
+            zeros = [at for at in self._zeros if self._tables[at].shape[1] == whole.stop]
+            return [Fit(index=at, columns=whole, error=0.0) for at in zeros]
         fits = self._find(value, self.fine, may_be_permuted=True)
         if not fits and not exactly:
             fits = self._find(value, _LOOSE, may_be_permuted=False)

@@ -27,6 +27,7 @@ from harness.engines.by_content.columns import (
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.relations import Candidate, Relations
 from harness.engines.by_content.tap_map import TapEvidence
+from harness.errors import Code, HarnessError
 from harness.formats.taps import Graph, Kind, Operation
 from harness.oracle.model import HFModel
 
@@ -174,10 +175,14 @@ class TapFinder:
         """HF's values [T, W] of the taps that the latest run did not find."""
         self._barred = set[tuple[str, int]]()
         """Taps with tables that are another tap's."""
+        self.named: Mapping[str, tuple[int, Columns]] = {}
+        """By tap, the table and columns that a user says are it."""
+        self._holding_value: dict[str, list[int]] = {}
+        """By tap, the tables that held HF's value in the latest run."""
         self.chosen: dict[str, FoundTensor] = {}
 
     def find(self) -> None:
-        """Find the taps by what the tensors hold; then those with other values, by names and by what follows.
+        """Find the taps by what the tensors hold; then those with other values, by what follows and by names.
 
         An engine has one order of heads: a layer with another one is wrong, and what it holds is found as any other
         wrong value is, or not at all.
@@ -189,6 +194,25 @@ class TapFinder:
             self._find()
             if not first.keys() - others <= self.chosen.keys():
                 self.chosen, self._orders = first, {}
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        """Refuse a name if its tensor holds another tap's value, and another tensor that of its tap."""
+        if not self.named:
+            return
+        self._walk({tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT})
+        for tap, (table, _columns) in self.named.items():
+            others = [item for item, tables in self._holding_value.items() if item != tap and table in tables]
+            right = self._holding_value.get(tap, [])
+            if others and right and table not in right:
+                raise HarnessError(
+                    Code.NAMES_CONTRADICT_CONTENT,
+                    "a name contradicts what the tensors hold",
+                    where="names",
+                    expected=f"{self.tables[right[0]].name} for {tap}",
+                    actual=f"{self.tables[table].name}, which holds {others[0]}",
+                    hint="correct the name, or leave it out: tensors without a name are found by content",
+                )
 
     def _orders_of_most(self) -> dict[str, tuple[int, ...] | None]:
         """Return by site the order of columns that more than half of the layers have, and two of them at least."""
@@ -250,6 +274,8 @@ class TapFinder:
         """Return all tables that hold what was found for a tap."""
         chosen = self.chosen[tap]
         operation, chosen_fit = self._hf.graph[tap], Fit(index=chosen.table, columns=chosen.columns, error=chosen.error)
+        if chosen.evidence is TapEvidence.NAMED:
+            return [chosen_fit]
         fits = self._index.find(self._rows(chosen), exactly=True)
         return [fit for fit in fits if self._may_have(operation, fit.columns)] or [chosen_fit]
 
@@ -264,13 +290,17 @@ class TapFinder:
         """
         taken: list[_Taken] = []
         num_barred = len(self._barred)
+        self._holding_value.clear()
         self._lost_values.clear()
         first = min((self._place[tap] for tap in assumed), default=0)
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
             if operation.kind is Kind.CHOICE:
                 return None
-            if self._place[operation.tap] < first and not self._is_barred(operation.tap):
+            chosen: FoundTensor | None
+            if operation.tap in self.named:
+                chosen = self._as_named(operation.tap, value)
+            elif self._place[operation.tap] < first and not self._is_barred(operation.tap):
                 chosen = self.chosen.get(operation.tap)  # does not depend on what is assumed
             else:
                 chosen = self._holding(operation, value, taken) or assumed.get(operation.tap)
@@ -287,6 +317,13 @@ class TapFinder:
             return self._walk(assumed)
         return {item.tap: item.tensor for item in taken}
 
+    def _as_named(self, tap: str, value: torch.Tensor) -> FoundTensor:
+        table, columns = self.named[tap]
+        fits = self._index.find(value, exactly=True)
+        self._holding_value[tap] = [fit.index for fit in fits if fit.error <= self._sharp_limit]
+        error = relative_error(columns.of(self.tables[table].rows), value)
+        return FoundTensor(table=table, columns=columns, evidence=TapEvidence.NAMED, error=error)
+
     def _is_barred(self, tap: str) -> bool:
         """Whether the tensor that was chosen for a tap is another one's."""
         chosen = self.chosen.get(tap)
@@ -299,10 +336,10 @@ class TapFinder:
         fits = [
             fit
             for fit in self._index.find(value)
-            if self._may_have(operation, fit.columns)
-            and (operation.tap, self._copy_of[fit.index]) not in self._barred
-            and self._is_free(fit, value, taken)
+            if self._may_have(operation, fit.columns) and (operation.tap, self._copy_of[fit.index]) not in self._barred
         ]
+        self._holding_value[operation.tap] = [fit.index for fit in fits if fit.error <= self._sharp_limit]
+        fits = [fit for fit in fits if not self._is_named(fit) and self._is_free(fit, value, taken)]
         if not fits or fits[0].error > self._index.fine:
             self._near[operation.tap] = fits
             return self._holding_last_row(operation, value)
@@ -316,6 +353,13 @@ class TapFinder:
 
         best = min((fit for fit in fits if fit.error <= limit), key=preference)
         return FoundTensor(table=best.index, columns=best.columns, evidence=TapEvidence.CONTENT, error=best.error)
+
+    def _is_named(self, fit: Fit) -> bool:
+        """Whether a user says that a tensor is another tap, of which it is no copy."""
+        return fit.error > _SAME and any(
+            self._copy_of[table] == self._copy_of[fit.index] and bool(columns.shared(fit.columns)[0])
+            for table, columns in self.named.values()
+        )
 
     def _is_free(self, fit: Fit, value: torch.Tensor, taken: Sequence[_Taken]) -> bool:
         """Whether a tensor is no other tap's: one tensor serves one tap, unless HF's values of both are the same.
@@ -469,7 +513,7 @@ class TapFinder:
 
     def _is_sharp(self, tensor: FoundTensor) -> bool:
         """Whether a tensor holds HF's value to a few roundings: a little more is a value before it that is wrong."""
-        return tensor.evidence is TapEvidence.CONTENT and tensor.error <= self._sharp_limit
+        return tensor.evidence in (TapEvidence.CONTENT, TapEvidence.NAMED) and tensor.error <= self._sharp_limit
 
     @property
     def _sharp_limit(self) -> float:
@@ -513,8 +557,9 @@ class TapFinder:
                 return True
         return False
 
-    def _may_be(self, operation: Operation, table: int, columns: Columns) -> bool:
-        return self._may_have(operation, columns) and not self._is_claimed(table, columns)
+    def _may_be(self, operation: Operation, fit: Fit) -> bool:
+        is_free = fit.error <= _SAME or not self._is_claimed(fit.index, fit.columns)
+        return is_free and self._may_have(operation, fit.columns)
 
     def _candidates(self, operation: Operation) -> list[Candidate]:
         """Return the unclaimed tensors that may be an operation's value, each content once.
@@ -530,7 +575,12 @@ class TapFinder:
             room = table.rows.shape[1]
             places += [(at, columns) for wide, columns in in_other_layers if wide == room]
             places += [(at, self._order_as_read(operation, table))] if room == width else []
-        candidates = [self._relations.candidate(*place) for place in places if self._may_be(operation, *place)]
+        places.sort(key=lambda place: self._names.likeness(self.tables[place[0]].name, operation))  # of copies the last
+        candidates = [
+            self._relations.candidate(at, columns)
+            for at, columns in places
+            if self._may_have(operation, columns) and not self._is_claimed(at, columns)
+        ]
         return list({item.content: item for item in candidates if item is not None}.values())
 
     def _order_as_read(self, operation: Operation, table: Table) -> Columns:

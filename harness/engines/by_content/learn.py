@@ -35,7 +35,14 @@ _LOOSE = 0.1
 _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
-def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int]) -> TapMap:
+def learn_map(
+    stepper: Stepper,
+    hf: HFModel,
+    *,
+    dtype: torch.dtype,
+    numbers: Iterator[int],
+    tap_names: Mapping[str, str] | None = None,
+) -> TapMap:
     """Learn the map of an engine that should be a model in float32; `numbers` are of requests it has not seen.
 
     Where a checkpoint declares that inputs of products are quantised, an engine may do so or not, and an input that
@@ -44,10 +51,10 @@ def learn_map(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Ite
     Raises:
         HarnessError: DIFFERENT_DTYPES: most products of the engine are in 16 bits, and `dtype` is another one.
     """
-    maps = [_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=0)]
+    maps = [_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=0, tap_names=tap_names)]
     for draw in range(_DRAWS_OF_QUANTISED if has_declared_inputs(hf) else 0):
         with inputs_as_declared(hf, torch.float32):
-            maps.append(_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=draw))
+            maps.append(_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=draw, tap_names=tap_names))
     return max(maps, key=lambda tap_map: len(tap_map.taps))
 
 
@@ -120,11 +127,19 @@ def _nothing(_site: Site, _tensor: torch.Tensor) -> None:
     return None
 
 
-def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterator[int], draw: int) -> TapMap:
+def _learn(
+    stepper: Stepper,
+    hf: HFModel,
+    *,
+    dtype: torch.dtype,
+    numbers: Iterator[int],
+    draw: int,
+    tap_names: Mapping[str, str] | None,
+) -> TapMap:
     probes = _Probes(stepper, hf, numbers, draw)
     teller = probes.teller()
     batch, refusal, several = _batch(probes, teller)
-    taps, uncertain, num_tensors = _taps(probes, teller, dtype)
+    taps, uncertain, num_tensors = _taps(probes, teller, dtype, tap_names)
     if several is not None:
         teller.learn_order_of_requests(several.forwards, several.work, several.returned)
     if not teller.lookups and batch is not Batch.ONE_REQUEST:
@@ -140,7 +155,9 @@ def _learn(stepper: Stepper, hf: HFModel, *, dtype: torch.dtype, numbers: Iterat
     )
 
 
-def _taps(probes: _Probes, teller: RowTeller, dtype: torch.dtype) -> tuple[dict[str, MappedTap], dict[str, str], int]:
+def _taps(
+    probes: _Probes, teller: RowTeller, dtype: torch.dtype, tap_names: Mapping[str, str] | None
+) -> tuple[dict[str, MappedTap], dict[str, str], int]:
     """Find the taps in steps of requests of one token, and in those of a prompt and the token after it."""
     hf, pads = probes.hf, teller.pads
     num_requests, num_tokens = _unmistakable(hf.graph)
@@ -159,7 +176,7 @@ def _taps(probes: _Probes, teller: RowTeller, dtype: torch.dtype) -> tuple[dict[
     lasting = {site: rows for site, rows in seen.items() if site in first_step and site in next_step}
     rounding = rounding_unit(dtype)
     with hf.followed_by(after):
-        first = find_first(hf, ids, lasting, rounding=rounding)
+        first = find_first(hf, ids, lasting, rounding=rounding, tap_names=tap_names)
     later = LaterSteps(hf, prompt, first_step, next_step, rounding=rounding)
     with hf.followed_by([end]):
         later.tell_apart(first)

@@ -14,7 +14,7 @@ from itertools import groupby, product, zip_longest
 
 import torch
 
-from harness.engines.by_content.columns import Columns, Table, TableIndex, relative_error
+from harness.engines.by_content.columns import Columns, Fit, Table, TableIndex, relative_error
 from harness.engines.by_content.hf_run import run_hf
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
@@ -40,11 +40,13 @@ class Candidate:
 
 _NOISE, _KNOWN = (Candidate(-1, Columns(start=0, stop=0), content) for content in (-1, -2))
 """Noise on trial, since what HF computes from it as well is from something else; and the tensor of a known tap."""
+_ZEROS = -3
+"""Content of any tensor of zeros, which may be of several taps."""
 
 Node = tuple[str, int]
 """A tap with the content of a candidate."""
-MayBe = Callable[[Operation, int, Columns], bool]
-"""Whether columns of a table may be the value of an operation."""
+MayBe = Callable[[Operation, Fit], bool]
+"""Whether a tensor may be the value of an operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,12 @@ class Relations:
         self._contents: dict[bytes, int] = {}
 
     def candidate(self, table: int, columns: Columns) -> Candidate | None:
-        """Return columns of a table as a candidate; None if they are not finite or only zeros."""
+        """Return columns of a table as a candidate; None if they are not finite."""
         rows = columns.of(self._rows[table])
-        if not bool(rows.isfinite().all()) or not bool(rows.any()):
+        if not bool(rows.isfinite().all()):
             return None
+        if not bool(rows.any()):
+            return Candidate(table, columns, _ZEROS)
         held = rows.to(self._dtype).contiguous().view(torch.uint8).numpy().tobytes()
         return Candidate(table, columns, self._contents.setdefault(held, len(self._contents)))
 
@@ -187,10 +191,8 @@ class Relations:
     def _tried(self, tried: Sequence[Candidate], values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Return the rows of candidates [B, R, W], and noise of their size for what is none."""
         rows = [None if item is _NOISE else item.columns.of(self._rows[item.table]) for item in tried]
-        sizes = [float(item.square().mean().sqrt()) for item in rows if item is not None]
-        noise = torch.randn(values.shape[1:], generator=generator) * (
-            sizes[0] if sizes else values.square().mean().sqrt()
-        )
+        sizes = [float(item.square().mean().sqrt()) for item in (*rows, values) if item is not None]
+        noise = torch.randn(values.shape[1:], generator=generator) * next(filter(None, sizes), 1.0)
         pairs = zip_longest(rows, values)
         return torch.stack([noise if item is None else item for item, _ in pairs])
 
@@ -210,7 +212,7 @@ class Relations:
             return
         for fit in self._index.find(value, exactly=True):
             result = self.candidate(fit.index, fit.columns)
-            if result is None or fit.error > limit or not may_be(op, fit.index, fit.columns):
+            if result is None or fit.error > limit or not may_be(op, fit):
                 continue
             is_new = all(
                 item.content != result.content and not (item.table == fit.index and item.columns.shared(fit.columns)[0])
@@ -242,7 +244,8 @@ def best_assignment(ties: Sequence[Tie], nodes: Mapping[Node, Candidate]) -> dic
     scores = {node: weights[group] for node, group in groups.items()}
     best: dict[str, Candidate] = {}
     for (tap, content), score in scores.items():
-        rivals = [rival for rival in scores if (rival[0] == tap) != (rival[1] == content)]
+        rivals = [rival for rival in scores if rival[0] == tap or rival[1] == content != _ZEROS]
+        rivals.remove((tap, content))
         if all(scores[rival] < score for rival in rivals):
             best[tap] = nodes[tap, content]
     return best

@@ -79,6 +79,7 @@ class StepEngine:
         dtype: str,
         numerics: Numerics | None = None,
         open_first: Callable[[], Stepper] | None = None,
+        tap_names: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare the adapter; nothing is opened yet.
 
@@ -89,9 +90,10 @@ class StepEngine:
             dtype: dtype of the engine.
             numerics: arithmetic that is not in this dtype.
             open_first: opens a different engine to learn the map from: the same engine with unquantised weights.
+            tap_names: of its tensors, as reports name them, and the taps that they are for certain.
         """
         self._open_first = open_first or open_stepper
-        self._numerics = numerics
+        self._numerics, self._tap_names = numerics, tap_names
         self.name, self._open, self._folder = name, open_stepper, folder
         self._dtype = getattr(torch, dtype)
         self._numbers = _NUMBERS
@@ -113,7 +115,7 @@ class StepEngine:
         """
         stepper, self._graph = self._first, graph
         hf = load_model(self._folder, dtype=torch.float32, stays=True, mtp=graph.has_mtp)
-        self.map = learned = learn_map(stepper, hf, dtype=self._dtype, numbers=self._numbers)
+        self.map = learned = learn_map(stepper, hf, dtype=self._dtype, numbers=self._numbers, tap_names=self._tap_names)
         if set(learned.taps) <= {graph.logits}:
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE,

@@ -20,6 +20,7 @@ class TapEvidence(StrEnum):
     NEAREST = "nearest", "it is by far the nearest to what HF computes"
     LOOKED_UP = "looked up", "it is HF's, since no tensor holds the embedding of the tokens"
     NOT_FINITE = "not finite", "it is the first tensor without a finite row after those that HF computes it from"
+    NAMED = "named", "you named it"
     DEFINITION = "definition", "it is what the step returns"
 
     help: str

@@ -20,6 +20,7 @@ from harness.engines.by_content.columns import (
 from harness.engines.by_content.finder import TapFinder, TapNames, in_place_of
 from harness.engines.by_content.forwards import SiteRows
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
+from harness.engines.by_content.named import named_columns
 from harness.engines.by_content.steps import MODULE, RETURNED, Site
 from harness.engines.by_content.tap_map import MappedTap, ShownSite, TapEvidence
 from harness.formats.taps import Kind, Operation
@@ -36,13 +37,23 @@ class FirstTap:
 
 
 def find_first(
-    hf: HFModel, ids: Sequence[int], seen: Mapping[Site, SiteRows], *, rounding: float
+    hf: HFModel,
+    ids: Sequence[int],
+    seen: Mapping[Site, SiteRows],
+    *,
+    rounding: float,
+    tap_names: Mapping[str, str] | None = None,
 ) -> dict[str, FirstTap]:
-    """Return the taps among the tensors of a step of many requests of one token; `hf` is in float32."""
+    """Return the taps among the tensors of a step of many requests of one token; `hf` is in float32.
+
+    `tap_names` are of sites, and the taps that they are for certain.
+    """
     sites = {site.name: site for site in seen}
     tables = [Table(site.name, item.values) for site, item in seen.items() if item.values.shape[1]]
     names = TapNames(hf.graph, [site.name for site in seen if site.what == MODULE])
     finder = TapFinder(hf, torch.tensor(ids)[:, None], tables, names, rounding=rounding)
+    labels = [str(sites[table.name]) for table in tables]
+    finder.named = named_columns(tap_names or {}, hf.graph, tables, labels)
     finder.find()
     returned = [item for site, item in seen.items() if site.what == RETURNED]
     if any(not bool(item.values.isfinite().all()) for item in returned):
@@ -55,6 +66,7 @@ def find_first(
 
 _NO_VALUES = (Kind.CACHE, Kind.STATE, Kind.CHOICE)
 """What no tensor of floating-point numbers holds: a cache is read back, and a choice is of indices."""
+_CERTAIN = (TapEvidence.DEFINITION, TapEvidence.NAMED)
 _MOST_CANDIDATES = 24
 _MOST_TRIALS = 200
 
@@ -133,6 +145,9 @@ class LaterSteps:
         if not candidates:
             self.uncertain[operation.tap] = "no tensor that holds it at position 0 has a row for each token of a prompt"
             return None
+        if tap.evidence is TapEvidence.NAMED:
+            self._take(operation.tap, candidates[:1], tap.evidence)
+            return in_place_of(value, candidates[0].rows)
         errors = [self._error(read, value) for read in candidates]
         nearest = min(errors)
         limit = limit_of_same(nearest, self._rounding)
@@ -266,7 +281,7 @@ class LaterSteps:
             tap, current = operation.tap, self._found.get(operation.tap)
             if current is None:
                 return None
-            if not self._holds(current, value) and self.taps[tap].evidence is not TapEvidence.DEFINITION:
+            if not self._holds(current, value) and self.taps[tap].evidence not in _CERTAIN:
                 holding = [read for read in self._whole(operation, self._prefill) if self._holds(read, value)]
                 if not holding:
                     needed.update(taken.keys() & self._by_consumers & {*operation.inputs})

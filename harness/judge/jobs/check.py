@@ -271,8 +271,8 @@ def _what_was_not_run(plan: Plan, schedules: Sequence[str]) -> Iterator[str]:
 
 
 _REPEATED = (
-    "model", "hf", "engine", "tensors", "engine_options", "engine_timeout_s", "engine_python", "dtype", "device",
-    "only", "mtp", "rows",
+    "model", "hf", "engine", "tensors", "names", "engine_options", "engine_timeout_s", "engine_python", "dtype",
+    "device", "only", "mtp", "rows",
 )  # fmt: skip
 """Fields of a case that the narrower check repeats as options. Its prompts and schedule differ, and it omits options
 that end a check early. The command line cannot set the truth and the seed of the rows."""

@@ -503,3 +503,11 @@ def test_the_first_tensor_that_is_not_finite_is_judged(fused_engine, fused, chec
     (run,) = check(engine, checkpoints).runs
     assert run.first_divergence.tap == "model.layers.0.attention"
     assert run.first_divergence.position == begin
+
+
+def test_names_come_before_what_is_guessed(fused_engine, checkpoints):
+    """The name of a tensor that is not the tap is believed, and the tap is judged by it."""
+    names = {"layers.1.input_layernorm": "model.layers.1.post_attention_layernorm"}
+    engine, model = fused_engine(), checkpoints / "qwen2-tiny"
+    result = harness.check(engine, model=model, prompts=PROMPTS, max_new_tokens=2, schedules=["plain"], names=names)
+    assert result.sources["model.layers.1.post_attention_layernorm"].evidence == "you named it"
