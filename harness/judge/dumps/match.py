@@ -144,7 +144,7 @@ class Matcher:
     def _take(self, level: int, *, by_name: bool = False) -> None:
         """Take the edges of a level that are better than their rivals, those between names that agree first.
 
-        Near to rounding, names choose only among what content leaves open, and copies, of which any may be taken.
+        Near to rounding, names choose only among what content leaves open, such as copies.
         """
         edges = [edge for edge in self._open() if edge.level == level]
         concerned = {key for edge in edges for key in enumerate(edge.names)}
@@ -157,8 +157,7 @@ class Matcher:
 
         def is_better(edge: Edge, rival: Edge) -> bool:
             ours, theirs = likeness[edge.names], likeness[rival.names]
-            is_copy = by_name and edge.digests == rival.digests
-            is_nearer = is_copy or rival.distance > limit_of_same(edge.distance, edge.unit)
+            is_nearer = rival.distance > limit_of_same(edge.distance, edge.unit)
             return edge.names == rival.names or ours > theirs or (is_nearer and (level < _LOOSELY or ours == theirs))
 
         taken: set[tuple[int, str]] = set()

@@ -257,6 +257,7 @@ def positions():
         (run() | positions(), run(seed=1) | positions()),
         (run(), {"weights": torch.randn(30, 50)}),
         ({"zeros": torch.zeros(20, 30)}, {"zeros": torch.zeros(20, 30)}),
+        ({"ones": torch.eye(30) + 1}, {"ones": torch.eye(30) + 1}),
         ({"few": torch.arange(5.0)}, {"few": torch.arange(5.0)}),
         ({"nan": torch.full((20, 30), torch.nan)}, {"nan": torch.full((20, 30), torch.nan)}),
     ],
@@ -434,3 +435,26 @@ def test_two_dtypes_are_compared_in_roundings_of_the_coarser(compare):
     result = compare(first, {name: tensor.bfloat16() for name, tensor in run(noise=2e-3).items()})
     assert result.outcome is Outcome.PASS
     assert "14 tensors of float32 and bfloat16" in " ".join(dumps_text(result).split())
+
+
+def test_a_folder_in_another_order_gives_no_places(compare):
+    """A wrong tensor is before all others in one folder and after most in the other: what is it computed from?"""
+    tensors = run()
+    wrong = tensors | {"layers.2.attn": 2 * tensors["layers.2.attn"] + 1}
+    backwards = {str(at): wrong[name] for at, name in enumerate(reversed(wrong))}
+    result = compare(tensors, backwards)
+    assert {pair.evidence for pair in result.pairs} == {Evidence.CONTENT}
+    assert len(result.pairs) == len(tensors) - 1
+    assert result.outcome is Outcome.MISMATCH
+    assert set(result.unproven) == {"all.pt: layers.2.attn", f"all.pt: {list(reversed(wrong)).index('layers.2.attn')}"}
+
+
+def test_a_fused_projection_is_not_taken_apart(compare):
+    tensors = run()
+    query = tensors["layers.1.attn"]
+    fused = torch.cat([query, torch.randn(1, TOKENS, 16, generator=torch.Generator().manual_seed(1))], dim=-1)
+    result = compare(
+        tensors, {name: tensor for name, tensor in tensors.items() if tensor is not query} | {"qkv": fused}
+    )
+    assert result.folders[0].without_partner == ("all.pt: layers.1.attn",)
+    assert result.folders[1].without_partner == ("all.pt: qkv",)
