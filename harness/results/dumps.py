@@ -17,7 +17,7 @@ class Likeness(StrEnum):
     DIFFERENT = "different"
 
 
-class Evidence(StrEnum):
+class PairEvidence(StrEnum):
     """Why two tensors are taken for one quantity."""
 
     CONTENT = "content"
@@ -33,7 +33,7 @@ class TensorPair:
     """Two tensors of one quantity: pairs of values are of the first and the second folder."""
 
     names: tuple[str, str]
-    evidence: Evidence
+    evidence: PairEvidence
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[str, str]
     """Of the files."""

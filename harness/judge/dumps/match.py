@@ -17,7 +17,7 @@ from harness.engines.by_content.columns import limit_of_same
 from harness.formats.tensors import TensorFolder
 from harness.judge.dumps.fingerprint import AS_IT_IS, Fingerprint, Layout, sample
 from harness.judge.dumps.names import NameHints
-from harness.results.dumps import Evidence
+from harness.results.dumps import PairEvidence
 
 _LOOSE = 0.1
 """Median relative difference of the elements up to which a tensor is near to another."""
@@ -51,7 +51,7 @@ class Edge:
     distance: float = 0.0
     """Median relative difference of the elements."""
     level: int = _BY_NAME
-    evidence: Evidence = Evidence.NAME
+    evidence: PairEvidence = PairEvidence.NAME
 
     @property
     def names(self) -> tuple[str, str]:
@@ -185,7 +185,7 @@ class Matcher:
         several = {key for names in near for key in enumerate(names)}
         for ones, twos in rest.values():
             for pair in zip(ones, twos, strict=True) if len(ones) == len(twos) else ():
-                edge = Edge(tensors=pair, evidence=Evidence.PLACE)
+                edge = Edge(tensors=pair, evidence=PairEvidence.PLACE)
                 if edge.names in near or not several & {*enumerate(edge.names)}:
                     self.pairs.append(edge)
 
@@ -228,7 +228,7 @@ class _Table:
         for place, distance in zip(places[order].tolist(), distances[order].tolist(), strict=True):
             tensor, layout, _values = self._views[place]
             layouts = one[1], layout
-            edge = Edge(tensors=(one[0], tensor), layouts=layouts, distance=distance, evidence=Evidence.CONTENT)
+            edge = Edge(tensors=(one[0], tensor), layouts=layouts, distance=distance, evidence=PairEvidence.CONTENT)
             fine = _IN_PART if layout.part else _AS_THEY_ARE if layouts == (AS_IT_IS, AS_IT_IS) else _EXCHANGED
             if distance <= _LOOSE and edge.is_flattening:
                 is_fine = distance <= max(_LEAST_FINE, _FINE_ROUNDINGS * edge.unit)

@@ -15,7 +15,7 @@ from harness.formats.tensors import TensorFolder
 from harness.judge.dumps.fingerprint import AS_IT_IS, Fingerprint, fingerprint
 from harness.judge.dumps.match import Edge, Matcher, Side
 from harness.judge.dumps.names import NameHints, plain_names, run_order
-from harness.results.dumps import DumpsResult, Evidence, FolderShare, Likeness, TensorPair
+from harness.results.dumps import DumpsResult, FolderShare, Likeness, PairEvidence, TensorPair
 
 CLOSE = 10.0
 """As `compare.propagated.RATIO_BOUND`; measured by tests/calibrations/dump_growth.py (docs/compare-two-dumps.md)."""
@@ -46,7 +46,7 @@ def compare_dumps(first: Path, second: Path, *, close: float = CLOSE, progress: 
     sides, orders = zip(*(_in_order(folder, progress) for folder in folders), strict=True)
     matcher = Matcher(sides, NameHints(*map(plain_names, folders)))
     matcher.run(folders)
-    by_content = [edge for edge in matcher.pairs if edge.evidence is Evidence.CONTENT]
+    by_content = [edge for edge in matcher.pairs if edge.evidence is PairEvidence.CONTENT]
     if all(edge.tensors[0].is_of_positions for edge in by_content):
         raise HarnessError(
             Code.TENSORS_OF_OTHER_TOKENS,

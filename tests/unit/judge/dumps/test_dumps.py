@@ -16,7 +16,7 @@ from harness.judge.dumps import compare_dumps
 from harness.report.document import document
 from harness.report.dumps import dumps_text
 from harness.results.check import Outcome
-from harness.results.dumps import Evidence, Likeness
+from harness.results.dumps import Likeness, PairEvidence
 
 TOKENS, WIDTH, HEADS = 12, 24, 3
 
@@ -87,7 +87,7 @@ def test_content_decides_whatever_names_order_layouts_and_dtypes_are(data, seed,
             torch.save(values, Path(folder) / side / "all.pt")
         result = compare_dumps(Path(folder) / "a", Path(folder) / "b")
     assert dict(map(inner, result.pairs)) == partners
-    assert {pair.evidence for pair in result.pairs} == {Evidence.CONTENT}
+    assert {pair.evidence for pair in result.pairs} == {PairEvidence.CONTENT}
     assert {pair.likeness for pair in result.pairs} == {Likeness.SAME}, "rounded to the coarser dtype, all are equal"
     assert result.outcome is Outcome.PASS
     assert result.folders[0].share == 1
@@ -106,7 +106,7 @@ def test_a_wrong_operation_is_the_first_difference(compare, wrong, names):
     assert result.outcome is Outcome.MISMATCH
     assert inner(result.first_difference) == (wrong, rename(list(wrongly).index(wrong), wrong))
     assert result.first_difference.is_jump
-    assert result.first_difference.evidence in (Evidence.NAME, Evidence.PLACE)
+    assert result.first_difference.evidence in (PairEvidence.NAME, PairEvidence.PLACE)
     kinds = list(likenesses(result).values())
     at = kinds.index(Likeness.DIFFERENT)
     assert set(kinds[:at]) <= {Likeness.SAME, Likeness.CLOSE}
@@ -443,7 +443,7 @@ def test_a_folder_in_another_order_gives_no_places(compare):
     wrong = tensors | {"layers.2.attn": 2 * tensors["layers.2.attn"] + 1}
     backwards = {str(at): wrong[name] for at, name in enumerate(reversed(wrong))}
     result = compare(tensors, backwards)
-    assert {pair.evidence for pair in result.pairs} == {Evidence.CONTENT}
+    assert {pair.evidence for pair in result.pairs} == {PairEvidence.CONTENT}
     assert len(result.pairs) == len(tensors) - 1
     assert result.outcome is Outcome.MISMATCH
     assert set(result.unproven) == {"all.pt: layers.2.attn", f"all.pt: {list(reversed(wrong)).index('layers.2.attn')}"}
