@@ -24,6 +24,8 @@ _NUM_ROWS = 8
 _AT_ONCE = 32
 _MOST_TRIALS = 512
 """Of a tap or of a pair of taps."""
+_MOST_MULTIPLY_ADDS = 2e13
+"""Of all forwards: some minutes of a CPU. A model of 0.6 billion weights has 130 forwards of 32 trials."""
 _WEIGHT_OF_KNOWN = 10
 """Ties with other unknown taps that a tie with a known one counts for."""
 
@@ -95,6 +97,8 @@ class Relations:
         halves = [table.rows.dtype for table in tables if table.rows.dtype.itemsize == 2]
         self._dtype = halves[0] if halves else torch.float32  # a value that is rounded to it later is the same
         self._contents: dict[bytes, int] = {}
+        self._num_weights = sum(weight.numel() for weight in hf.model.parameters())
+        self._num_multiply_adds = 0
 
     def candidate(self, table: int, columns: Columns) -> Candidate | None:
         """Return columns of a table as a candidate; None if they are not finite."""
@@ -129,6 +133,8 @@ class Relations:
             nodes: dict[Node, Candidate] = {}
             ties = set[Tie]()
             for begin in range(0, max(map(len, plan.trials.values())), _AT_ONCE):
+                if self._num_multiply_adds > _MOST_MULTIPLY_ADDS:
+                    return
                 part = {tap: tried[begin : begin + _AT_ONCE] for tap, tried in plan.trials.items()}
                 ties |= self._run(
                     _Plan({tap: tried for tap, tried in part.items() if tried}, plan.pairs), known, may_be, nodes
@@ -183,6 +189,7 @@ class Relations:
             behind[op.tap] = frozenset([op.tap])
             return self._tried(plan.trials[op.tap], values, generator).reshape(value.shape)
 
+        self._num_multiply_adds += self._num_weights * self._ids.numel() * num_trials
         following = [] if self._hf.mtp is None else self._hf.mtp.following[: len(self._ids)]
         with self._hf.followed_by([*following] * num_trials):
             run_hf(self._hf, self._ids.repeat(num_trials, 1), look)
