@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from packaging.version import Version
 
-from .costs import num_affordable
+from .costs import mean_costs, too_expensive
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread costs more than it brings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -59,25 +59,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but a sample of a test's cases as slow, by a fixed seed.
+    """Mark all but a sample of cases as slow, by a fixed seed.
 
-    `@pytest.mark.sampled(3)` keeps three; of a test whose cases are dear, as many are kept as its share of time allows.
+    `@pytest.mark.sampled(3)` keeps three cases of a test. Of the expensive tests of a file, those are kept that its share
+    of time allows: see `tests.costs`.
     """
     for item in items:
         if item.path.parent == CASES and item.path.stem not in SHOWN_CASES:
             item.add_marker("slow")
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        test, bracket, _ = item.nodeid.partition("[")
-        if bracket and item.get_closest_marker("slow") is None:
-            cases[test].append(item)
-    for test, of_test in cases.items():
-        marker = of_test[0].get_closest_marker("sampled")
-        number = num_affordable(test, len(of_test) if marker is None else min(marker.args[0], len(of_test)))
-        chosen = random.Random(0).sample(range(len(of_test)), number)
+        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        (number,) = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        chosen = random.Random(0).sample(range(len(of_test)), min(number, len(of_test)))
         for index, item in enumerate(of_test):
             if index not in chosen:
                 item.add_marker("slow")
+    files: dict[str, dict[str, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            files[item.nodeid.partition("::")[0]][item.nodeid] = item
+    for of_file in files.values():
+        for case in too_expensive(list(of_file), mean_costs()):
+            of_file[case].add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,18 +1,22 @@
-"""How long the cases of a test take, so that the default suite runs a sample of dear ones.
+"""How long tests take, so that the default suite runs a sample of the expensive ones.
 
     pytest --junitxml=suite.xml && python -m tests.costs suite.xml > tests/costs.txt
 
-writes the mean of each parametrized test whose cases together take more than its share. `pytest -m slow` runs the rest.
+writes the mean seconds of a case of each expensive test. `pytest -m slow` runs what the default suite leaves out.
 """
 
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
-SHARE_S = 1.0
-"""Seconds that the cases of one test may take in the default suite; one case always runs."""
+EXPENSIVE_S = 0.3
+"""Seconds of a case from which on a test is sampled."""
+FILE_S, FILE_SHARE = 2.0, 0.2
+"""The expensive tests of a file may take so many seconds, or this share of what all of them take if that is more."""
 COSTS = Path(__file__).with_suffix(".txt")
 
 
@@ -24,30 +28,44 @@ def mean_costs() -> dict[str, float]:
     return {test: float(seconds) for seconds, test in pairs}
 
 
-def num_affordable(test: str, num_cases: int) -> int:
-    """Return how many cases of a test the default suite runs."""
-    cost = mean_costs().get(test)
-    return num_cases if cost is None else min(num_cases, max(1, int(SHARE_S / cost)))
+def too_expensive(cases: Sequence[str], costs: Mapping[str, float]) -> set[str]:
+    """Return the cases of a file that the default suite leaves out, by their node ids.
+
+    Each file keeps one expensive case at least. Which ones it keeps depends on their names alone, and other tests come
+    before a second case of the same test.
+    """
+    cost_of = {case: costs[test] for case in cases if (test := case.partition("[")[0]) in costs}
+    turns: dict[str, int] = defaultdict(int)
+    order = []
+    for case in sorted(cost_of, key=lambda case: crc32(case.encode())):
+        test = case.partition("[")[0]
+        order.append((turns[test], len(order), case))
+        turns[test] += 1
+    left = max(FILE_S, FILE_SHARE * sum(cost_of.values()))
+    left_out = set()
+    for at, (_, _, case) in enumerate(sorted(order)):
+        if at and cost_of[case] > left:
+            left_out.add(case)
+        else:
+            left -= cost_of[case]
+    return left_out
 
 
 def measured(junit: Path) -> dict[str, float]:
-    """Return the mean seconds of the cases of each parametrized test that takes more than its share."""
+    """Return the mean seconds of a case of each expensive test; of one that did not run, what is known."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for case in ElementTree.parse(junit).iter("testcase"):
         if case.find("skipped") is None:
-            test, bracket, _ = case.attrib["name"].partition("[")
+            test = case.attrib["name"].partition("[")[0]
             path = case.attrib["classname"].replace(".", "/")
-            if bracket:
-                seconds[f"{path}.py::{test}"].append(float(case.attrib["time"]))
-    means = {test: sum(times) / len(times) for test, times in seconds.items()}
-    return {
-        test: mean for test, mean in means.items() if mean * len(seconds[test]) > SHARE_S and len(seconds[test]) > 1
-    }
+            seconds[f"{path}.py::{test}"].append(float(case.attrib["time"]))
+    means = mean_costs() | {test: sum(times) / len(times) for test, times in seconds.items()}
+    return {test: mean for test, mean in means.items() if mean >= EXPENSIVE_S}
 
 
 def main(junit: Path) -> None:
     """Print the table."""
-    print("# Seconds of a case in the mean, of tests that the default suite samples (tests/costs.py).")
+    print("# Mean seconds of a case, of tests that the default suite samples (tests/costs.py).")
     for test, mean in sorted(measured(junit).items()):
         print(f"{mean:.2f} {test}")
 
