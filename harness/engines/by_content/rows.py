@@ -158,7 +158,8 @@ def learn_habits(forwards: Sequence[torch.Tensor], work: Sequence[RequestWork], 
 def _twins(work: Sequence[RequestWork], starts: Sequence[int]) -> set[int]:
     """Return the rows of requests that compute the same tokens."""
     tokens = [tuple(item.tokens[item.first :]) for item in work]
-    return {row for at, own in enumerate(tokens) if tokens.count(own) > 1 for row in range(starts[at], starts[at + 1])}
+    twins = [at for at, computed in enumerate(tokens) if tokens.count(computed) > 1]
+    return {row for at in twins for row in range(starts[at], starts[at + 1])}
 
 
 def _shaped(rows: Sequence[int], forwards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
