@@ -61,8 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all but a sample of cases as slow, by a fixed seed.
 
-    `@pytest.mark.sampled(3)` keeps three cases of a test. Of the expensive tests of a file, those are kept that its share
-    of time allows: see `tests.costs`.
+    `@pytest.mark.sampled(3)` keeps three cases of a test. Of the expensive tests of a file, a share of their time is kept:
+    see `tests.costs`.
     """
     for item in items:
         if item.path.parent == CASES and item.path.stem not in SHOWN_CASES:
