@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all but a sample of cases as slow, by a fixed seed.
 
-    `@pytest.mark.sampled(3)` keeps three cases of a test. Of the expensive tests of a file, a share of their time is kept:
+    `@pytest.mark.sampled(3)` keeps three cases of a test. The expensive tests of a file keep a share of their time:
     see `tests.costs`.
     """
     for item in items:
