@@ -1,6 +1,6 @@
 """Learns the map of an engine from a few small steps: which of its tensors are which of HF's values."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,8 +102,8 @@ class _Probes:
         """Return what tells the rows of the engine's steps: by its look-ups of token ids, if it shows them."""
         tokens = self.ids(_NUM_ALONE, avoided=(0,))
         shows_ids = not hasattr(self.stepper, "watching") and not self.ahead
-        lookups = [set(self._lookups(token)) for token in tokens[:2]] if shows_ids else [set[Lookup]()]
-        teller = RowTeller(set.intersection(*lookups), recomputes=recomputes(self.stepper))
+        lookups = self._lookups(tokens[:2]) if shows_ids else set[Lookup]()
+        teller = RowTeller(lookups, recomputes=recomputes(self.stepper))
         if teller.lookups:
             alone = self.run(teller, [(next(self.numbers), tokens, 0)])
             teller.learn(alone.forwards, alone.work)
@@ -111,12 +111,26 @@ class _Probes:
                 return RowTeller((), recomputes=recomputes(self.stepper))
         return teller
 
-    def _lookups(self, token: int) -> list[Lookup]:
-        """Return where an engine may look up the token of a request."""
+    def _lookups(self, tokens: Sequence[int]) -> set[Lookup]:
+        """Return where an engine looks up the tokens of a request, which come one in each step."""
+        number = next(self.numbers)
+        lookups = [find_lookups(self._integers(number, token, at), [token]) for at, token in enumerate(tokens)]
+        self.finish([number])
+        return set.intersection(*map(set, lookups))
+
+    def _integers(self, number: int, token: int, position: int) -> list[tuple[Lookup, torch.Tensor, bool]]:
+        """Return all integers that modules and operators are given in a step of one token."""
         shown: list[tuple[Lookup, torch.Tensor, bool]] = []
-        work = [(next(self.numbers), [token], 0)]
+        work = [(number, [token], position)]
         watched_run(self.stepper, work, _nothing, only=(), lookups=None, on_ids=lambda *item: shown.append(item))
-        return find_lookups(shown, [token])
+        return shown
+
+    def finish(self, numbers: Sequence[int]) -> None:
+        """End requests, so that the engine may free what it keeps of them."""
+        free: Callable[[int], object] | None = getattr(self.stepper, "finish", None)
+        if free is not None:
+            for number in numbers:
+                free(number)
 
 
 def _copied(_forwards: Sequence[Forward], _site: Site, tensor: torch.Tensor) -> torch.Tensor:
@@ -221,8 +235,8 @@ def _batch(probes: _Probes, teller: RowTeller) -> tuple[Batch, str | None, _Step
     Returns:
         What a step may hold; what the engine raised, if a step is of one request; and a step of several requests.
     """
-    ids = probes.ids(18, avoided={0, *teller.pads})
-    prompts = [ids[:3], ids[3:8], ids[8:10]]
+    ids = probes.ids(13, avoided={0, *teller.pads})
+    prompts = [ids[:2], ids[2:5], ids[5:6]]  # short ones: an engine may have little memory, and free none of it
     numbers = [next(probes.numbers) for _ in prompts]
     try:
         first = probes.run(teller, [(number, tokens, 0) for number, tokens in zip(numbers, prompts, strict=True)])
@@ -232,15 +246,16 @@ def _batch(probes: _Probes, teller: RowTeller) -> tuple[Batch, str | None, _Step
     teller.learn(first.forwards, first.work)
     if teller.lookups and teller.tell(first.forwards, first.work).ambiguous:
         return Batch.ONE_REQUEST, "rows of several requests that token ids do not tell apart", None
-    decode = [(number, [ids[10 + at]], len(prompts[at])) for at, number in enumerate(numbers)]
+    decode = [(number, [ids[6 + at]], len(prompts[at])) for at, number in enumerate(numbers)]
     try:
         second = probes.run(teller, decode, prompts)
         teller.learn(second.forwards, second.work)
-        longer = [[*tokens, ids[10 + at]] for at, tokens in enumerate(prompts)]
-        new = (next(probes.numbers), ids[14:17], 0)
-        mixed = [(numbers[0], [ids[13]], 4), new, (numbers[1], [ids[17]], 6)]
-        third = probes.run(teller, mixed, [longer[0], [], longer[1]])
+        longer = [[*tokens, ids[6 + at]] for at, tokens in enumerate(prompts)]
+        numbers.append(next(probes.numbers))
+        mixed = [(numbers[2], [ids[9]], 2), (numbers[3], ids[10:12], 0), (numbers[0], [ids[12]], 3)]
+        third = probes.run(teller, mixed, [longer[2], [], longer[0]])
         teller.learn(third.forwards, third.work)
+        probes.finish(numbers)
     except Exception:  # a padded batch that only becomes smaller
         return Batch.PADDED, None, first
     is_padded = any(len(forward.ids) > 1 and len(forward.ids) == len(first.work) for forward in first.forwards)
