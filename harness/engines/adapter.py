@@ -22,7 +22,7 @@ from harness.base.plugins import ENGINES
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph, Kind
-from harness.results.check import Seen, TapSource
+from harness.results.check import SeenTensors, TapSource
 from harness.results.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Capabilities:
     """Arithmetic that is not in the dtype of the engine; selects the conventions for judging it."""
     notes: tuple[str, ...] = ()
     """Notes of the adapter for the report."""
-    seen: Seen | None = None
+    seen: SeenTensors | None = None
     """What was seen of an engine whose tensors are found and not named."""
     sources: Mapping[str, TapSource] = field(default_factory=dict)
     """Tensor and code of each tap in the engine, if known."""

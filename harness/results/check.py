@@ -35,7 +35,7 @@ class TapSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class SeenTensors:
     """What was seen of an engine whose tensors no adapter names."""
 
     attached: str
@@ -436,7 +436,7 @@ class CheckResult:
     """Remarks for the reader that are neither errors nor findings."""
     sources: Mapping[str, TapSource] = field(default_factory=dict)
     """The tensors that were taken for taps, where these were found and not declared."""
-    seen: Seen | None = None
+    seen: SeenTensors | None = None
     """None if an adapter names the tensors."""
     schedules_not_run: tuple[str, ...] = ()
     """Schedules that were requested and that the time budget did not reach."""

@@ -29,7 +29,7 @@ _MOST_PADDING = 8
 
 
 @dataclass(slots=True)
-class Forward:
+class StepForward:
     """The tensors of a step from one look-up of token ids to the next."""
 
     lookup: Lookup | None
@@ -50,7 +50,7 @@ class RowOrder(Enum):
     """Side by side; padding is before the tokens."""
 
 
-class Kind(IntEnum):
+class Counted(IntEnum):
     """What a dimension of a tensor counts, the more likely first."""
 
     TOKENS = auto()
@@ -69,10 +69,10 @@ class Kind(IntEnum):
     """The requests of the step."""
 
 
-class Layout(NamedTuple):
+class SiteLayout(NamedTuple):
     """How a tensor of a forward has rows."""
 
-    kind: Kind
+    kind: Counted
     dim: int
     parts: int = 1
     """Entries of the dimension for each row: heads, where these are one dimension with the tokens."""
@@ -123,38 +123,46 @@ class _Rows:
             parts.append(torch.cat([torch.full((self.work[at].first,), PADDING), computed]))
         return torch.cat(parts) if parts else self.flat[:0]
 
-    def of(self, layout: Layout, size: int, *, is_by_work: bool) -> torch.Tensor | None:
+    def of(self, layout: SiteLayout, size: int, *, is_by_work: bool) -> torch.Tensor | None:
         """Return for each row of a tensor in a layout its row, or its request, in the work; None if it has others."""
         match layout.kind:
-            case Kind.TOKENS | Kind.COLUMNS:
+            case Counted.TOKENS | Counted.COLUMNS:
                 rows = self.flat
-            case Kind.UNPADDED:
+            case Counted.UNPADDED:
                 rows = self.unpadded if size == len(self.unpadded) else self.flat
-            case Kind.CONTEXT:
+            case Counted.CONTEXT:
                 rows = self.context
-            case Kind.PADDED:
+            case Counted.PADDED:
                 rows = torch.cat([self.flat, torch.full((max(0, size - len(self.flat)),), PADDING)])
-            case Kind.REQUESTS:
+            case Counted.REQUESTS:
                 rows = torch.tensor(sorted(self.requests) if is_by_work else self.requests, dtype=torch.int64)
-            case Kind.ALL_REQUESTS:
+            case Counted.ALL_REQUESTS:
                 rows = torch.arange(len(self.work))
         return rows if len(rows) == size else None
 
-    def layouts(self, shape: Sequence[int], *, is_assumed: bool) -> Iterator[Layout]:
+    def layouts(self, shape: Sequence[int], *, is_assumed: bool) -> Iterator[SiteLayout]:
         """Yield the ways in which a tensor of this shape may have the rows of the forward."""
         lines, columns = self.rows.shape
-        sizes = {Kind.TOKENS: len(self.flat), Kind.UNPADDED: len(self.unpadded), Kind.CONTEXT: len(self.context)}
-        sizes |= {Kind.REQUESTS: len(self.requests), Kind.ALL_REQUESTS: len(self.work)}
+        sizes = {
+            Counted.TOKENS: len(self.flat),
+            Counted.UNPADDED: len(self.unpadded),
+            Counted.CONTEXT: len(self.context),
+        }
+        sizes |= {Counted.REQUESTS: len(self.requests), Counted.ALL_REQUESTS: len(self.work)}
         for dim, size in enumerate(shape):
-            yield from (Layout(kind, dim) for kind, count in sizes.items() if count == size)
+            yield from (SiteLayout(kind, dim) for kind, count in sizes.items() if count == size)
             if dim and shape[0] == lines and size == columns:
-                yield Layout(Kind.COLUMNS, dim)
+                yield SiteLayout(Counted.COLUMNS, dim)
             if is_assumed and len(self.flat) < size <= len(self.flat) + _MOST_PADDING:
-                yield Layout(Kind.PADDED, dim)
-        for kind, padding in ((Kind.TOKENS, 0), (Kind.CONTEXT, 0), *([(Kind.PADDED, 1)] if is_assumed else [])):
-            count = sizes[Kind.TOKENS if kind is Kind.PADDED else kind] + padding
+                yield SiteLayout(Counted.PADDED, dim)
+        for kind, padding in (
+            (Counted.TOKENS, 0),
+            (Counted.CONTEXT, 0),
+            *([(Counted.PADDED, 1)] if is_assumed else []),
+        ):
+            count = sizes[Counted.TOKENS if kind is Counted.PADDED else kind] + padding
             if len(shape) > 1 and count and shape[0] > count and not shape[0] % count:
-                yield Layout(kind, 0, shape[0] // count)
+                yield SiteLayout(kind, 0, shape[0] // count)
 
 
 class RowTeller:
@@ -172,7 +180,7 @@ class RowTeller:
         """Used if there are no look-ups."""
         self._recomputes = recomputes
         self._habits = {lookup: Habits() for lookup in self.lookups}
-        self._layouts: dict[Site, set[Layout]] = {}
+        self._layouts: dict[Site, set[SiteLayout]] = {}
         self._is_by_work = True
         """Whether rows of requests lie in the order of the work, and not in that of the forward's rows."""
 
@@ -181,7 +189,7 @@ class RowTeller:
         """Token ids of padding."""
         return {token for habits in self._habits.values() for token in habits.pads}
 
-    def tell(self, forwards: Sequence[Forward], work: Sequence[RequestWork], *, is_whole: bool = True) -> Told:
+    def tell(self, forwards: Sequence[StepForward], work: Sequence[RequestWork], *, is_whole: bool = True) -> Told:
         """Tell the rows of all forwards of a step; those of different look-ups are of different models."""
         if not self.lookups:
             return Told([self._assumed(work) for _ in forwards])
@@ -211,14 +219,14 @@ class RowTeller:
             [torch.cat([pad, line] if is_left else [line, pad]) for pad, line in zip(pads, lines, strict=True)]
         )
 
-    def learn(self, forwards: Sequence[Forward], work: Sequence[RequestWork]) -> None:
+    def learn(self, forwards: Sequence[StepForward], work: Sequence[RequestWork]) -> None:
         """Learn from a small step of unlike tokens how the engine lays out its rows."""
         for lookup, habits in self._habits.items():
             ids = [forward.ids for forward in forwards if forward.lookup == lookup]
             if ids:
                 learn_habits(ids, work, habits)
 
-    def learn_layouts(self, forwards: Sequence[Forward], work: Sequence[RequestWork]) -> None:
+    def learn_layouts(self, forwards: Sequence[StepForward], work: Sequence[RequestWork]) -> None:
         """Keep the layouts that each site has in all steps."""
         for forward, rows in self._with_rows(forwards, work):
             for site, tensor in forward.tensors.items():
@@ -226,7 +234,7 @@ class RowTeller:
                 self._layouts[site] = self._layouts.get(site, layouts) & layouts
 
     def learn_order_of_requests(
-        self, forwards: Sequence[Forward], work: Sequence[RequestWork], returned: torch.Tensor
+        self, forwards: Sequence[StepForward], work: Sequence[RequestWork], returned: torch.Tensor
     ) -> None:
         """Learn in which order rows of requests lie, from the logits that a step returned in the order of the work."""
         num_equal = {}
@@ -238,7 +246,7 @@ class RowTeller:
         self._is_by_work = num_equal[True] >= num_equal[False]
 
     def in_order(
-        self, forwards: Sequence[Forward], work: Sequence[RequestWork], told: Told | None = None
+        self, forwards: Sequence[StepForward], work: Sequence[RequestWork], told: Told | None = None
     ) -> dict[Site, SiteRows]:
         """Return the rows of each site in the order of the work. Of a row that is computed twice, the last one counts.
 
@@ -256,15 +264,15 @@ class RowTeller:
                     continue
                 places = rows.of(layout, len(values), is_by_work=self._is_by_work)
                 if places is not None:
-                    _put(result, site, values, places, rows, is_by_request=layout.kind >= Kind.REQUESTS)
+                    _put(result, site, values, places, rows, is_by_request=layout.kind >= Counted.REQUESTS)
         return result
 
     def padding_of(
-        self, forwards: Sequence[Forward], work: Sequence[RequestWork], site: Site, shape: Sequence[int]
+        self, forwards: Sequence[StepForward], work: Sequence[RequestWork], site: Site, shape: Sequence[int]
     ) -> tuple[int, torch.Tensor] | None:
         """Return the dimension of a site's tensor that counts the rows of the last forward, and which are padding."""
         layout = min(self._layouts.get(site, ()), default=None)
-        if layout is None or layout.kind not in (Kind.TOKENS, Kind.PADDED) or layout.parts > 1:
+        if layout is None or layout.kind not in (Counted.TOKENS, Counted.PADDED) or layout.parts > 1:
             return None
         told = self.tell(forwards, work, is_whole=False)
         rows = _Rows(told.rows[-1], work, starts_of(work), told.ambiguous)
@@ -272,18 +280,18 @@ class RowTeller:
         return None if places is None else (layout.dim, places == PADDING)
 
     def _with_rows(
-        self, forwards: Sequence[Forward], work: Sequence[RequestWork], told: Told | None = None
-    ) -> Iterator[tuple[Forward, _Rows]]:
+        self, forwards: Sequence[StepForward], work: Sequence[RequestWork], told: Told | None = None
+    ) -> Iterator[tuple[StepForward, _Rows]]:
         starts, told = starts_of(work), told or self.tell(forwards, work)
         for forward, rows in zip(forwards, told.rows, strict=True):
             yield forward, _Rows(rows, work, starts, told.ambiguous)
 
 
-def _rows_first(tensor: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+def _rows_first(tensor: torch.Tensor, layout: SiteLayout) -> torch.Tensor | None:
     """Return [rows, W] of a tensor in a layout; None if its shape does not fit."""
     if not tensor.numel() or tensor.dim() <= layout.dim or tensor.shape[0] % layout.parts:
         return None
-    if layout.kind is Kind.COLUMNS:
+    if layout.kind is Counted.COLUMNS:
         tensor = tensor.movedim(layout.dim, 1).flatten(0, 1)
     else:
         tensor = tensor.movedim(layout.dim, 0)
@@ -341,11 +349,11 @@ def run_step(
     work: Work,
     teller: RowTeller,
     *,
-    keep: Callable[[Sequence[Forward], Site, torch.Tensor], torch.Tensor],
+    keep: Callable[[Sequence[StepForward], Site, torch.Tensor], torch.Tensor],
     only: Collection[Site] | None = None,
     rows: Sequence[int] | None = None,
     following: Sequence[Sequence[int]] = (),
-) -> tuple[list[Forward], torch.Tensor, int]:
+) -> tuple[list[StepForward], torch.Tensor, int]:
     """Run a step; return its forwards with their tensors, its logits, and the number of rows that it made of them.
 
     Args:
@@ -357,14 +365,14 @@ def run_step(
         rows: see `watched_run`.
         following: see `watched_run`.
     """
-    forwards = [] if teller.lookups else [Forward(None, torch.empty(0, 0))]
+    forwards = [] if teller.lookups else [StepForward(None, torch.empty(0, 0))]
 
     def see(site: Site, tensor: torch.Tensor) -> None:
         if forwards and site.what != RETURNED:
             forwards[-1].tensors[site] = keep(forwards, site, tensor)
 
     def begin(lookup: Lookup, ids: torch.Tensor, _makes_numbers: bool) -> None:
-        forwards.append(Forward(lookup, ids.reshape(-1, ids.shape[-1] if ids.dim() else 1)))
+        forwards.append(StepForward(lookup, ids.reshape(-1, ids.shape[-1] if ids.dim() else 1)))
 
     returned, num_rows = watched_run(
         stepper, work, see, only=only, rows=rows, following=following, lookups=teller.lookups, on_ids=begin

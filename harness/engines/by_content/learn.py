@@ -7,7 +7,7 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.engines.by_content.columns import relative_error
-from harness.engines.by_content.forwards import Forward, RowOrder, RowTeller, SiteRows, find_lookups, run_step
+from harness.engines.by_content.forwards import RowOrder, RowTeller, SiteRows, StepForward, find_lookups, run_step
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.rows import RequestWork
 from harness.engines.by_content.steps import (
@@ -20,7 +20,7 @@ from harness.engines.by_content.steps import (
     tokens_ahead,
     watched_run,
 )
-from harness.engines.by_content.tap_map import Batch, MappedTap, TapMap
+from harness.engines.by_content.tap_map import MappedTap, StepBatch, TapMap
 from harness.engines.by_content.tap_sites import LaterSteps, find_first
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Graph, Operation
@@ -62,7 +62,7 @@ def learn_map(
 class _Step:
     """A small step, to learn from."""
 
-    forwards: list[Forward]
+    forwards: list[StepForward]
     work: list[RequestWork]
     returned: torch.Tensor
 
@@ -133,7 +133,7 @@ class _Probes:
                 free(number)
 
 
-def _copied(_forwards: Sequence[Forward], _site: Site, tensor: torch.Tensor) -> torch.Tensor:
+def _copied(_forwards: Sequence[StepForward], _site: Site, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True)
 
 
@@ -156,7 +156,7 @@ def _learn(
     taps, uncertain, num_tensors = _taps(probes, teller, dtype, tap_names)
     if several is not None:
         teller.learn_order_of_requests(several.forwards, several.work, several.returned)
-    if not teller.lookups and batch is not Batch.ONE_REQUEST:
+    if not teller.lookups and batch is not StepBatch.ONE_REQUEST:
         batch = _assumed_batch(probes, teller, taps)
     return TapMap(
         taps=taps,
@@ -229,7 +229,7 @@ def _side_by_side(steps: Sequence[Mapping[Site, SiteRows]]) -> dict[Site, SiteRo
     }
 
 
-def _batch(probes: _Probes, teller: RowTeller) -> tuple[Batch, str | None, _Step | None]:
+def _batch(probes: _Probes, teller: RowTeller) -> tuple[StepBatch, str | None, _Step | None]:
     """Run steps of several requests, which show in which order the engine computes them.
 
     Returns:
@@ -242,10 +242,10 @@ def _batch(probes: _Probes, teller: RowTeller) -> tuple[Batch, str | None, _Step
         first = probes.run(teller, [(number, tokens, 0) for number, tokens in zip(numbers, prompts, strict=True)])
     except Exception as error:  # an engine of one request a step
         is_unpacked = "too many values to unpack" in str(error)  # ((request, tokens, first),) = work
-        return Batch.ONE_REQUEST, None if is_unpacked else f"{type(error).__name__}: {error}", None
+        return StepBatch.ONE_REQUEST, None if is_unpacked else f"{type(error).__name__}: {error}", None
     teller.learn(first.forwards, first.work)
     if teller.lookups and teller.tell(first.forwards, first.work).ambiguous:
-        return Batch.ONE_REQUEST, "rows of several requests that token ids do not tell apart", None
+        return StepBatch.ONE_REQUEST, "rows of several requests that token ids do not tell apart", None
     decode = [(number, [ids[6 + at]], len(prompts[at])) for at, number in enumerate(numbers)]
     try:
         second = probes.run(teller, decode, prompts)
@@ -257,22 +257,22 @@ def _batch(probes: _Probes, teller: RowTeller) -> tuple[Batch, str | None, _Step
         teller.learn(third.forwards, third.work)
         probes.finish(numbers)
     except Exception:  # a padded batch that only becomes smaller
-        return Batch.PADDED, None, first
+        return StepBatch.PADDED, None, first
     is_padded = any(len(forward.ids) > 1 and len(forward.ids) == len(first.work) for forward in first.forwards)
-    return Batch.PADDED if is_padded else Batch.MIXED, None, first
+    return StepBatch.PADDED if is_padded else StepBatch.MIXED, None, first
 
 
-def _assumed_batch(probes: _Probes, teller: RowTeller, taps: Mapping[str, MappedTap]) -> Batch:
+def _assumed_batch(probes: _Probes, teller: RowTeller, taps: Mapping[str, MappedTap]) -> StepBatch:
     """Learn how the rows of two requests lie in a step, from the first tap: see `RowOrder`."""
     hf = probes.hf
     first = next((op.tap for op in hf.graph if op.tap in taps and not taps[op.tap].is_sampled_only), None)
     if first is None:
-        return Batch.ONE_REQUEST
+        return StepBatch.ONE_REQUEST
     ids, source = probes.ids(8), taps[first].sources[0]
     try:
         step = probes.run(teller, [(next(probes.numbers), ids[:3], 0), (next(probes.numbers), ids[3:], 0)])
     except Exception:
-        return Batch.ONE_REQUEST
+        return StepBatch.ONE_REQUEST
     expected: list[torch.Tensor] = []
 
     def look(operation: Operation, value: torch.Tensor) -> None:
@@ -286,9 +286,9 @@ def _assumed_batch(probes: _Probes, teller: RowTeller, taps: Mapping[str, Mapped
         if rows is None or rows.is_by_request:
             continue
         if relative_error(source.columns.of(rows.values), expected[0]) <= _LOOSE:
-            return Batch.MIXED if teller.order is RowOrder.PACKED else Batch.PADDED
+            return StepBatch.MIXED if teller.order is RowOrder.PACKED else StepBatch.PADDED
     teller.order = RowOrder.PACKED
-    return Batch.ONE_REQUEST
+    return StepBatch.ONE_REQUEST
 
 
 def _refuse_other_dtype(engine: str, seen: Mapping[Site, SiteRows], dtype: torch.dtype) -> None:

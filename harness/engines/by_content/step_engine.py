@@ -11,7 +11,7 @@ import torch
 
 from harness.base.numerics import Numerics
 from harness.engines.adapter import Capabilities, Part, Workload
-from harness.engines.by_content.forwards import Forward, SiteRows, run_step
+from harness.engines.by_content.forwards import SiteRows, StepForward, run_step
 from harness.engines.by_content.kept import KeptCache, KeptStates, Places, find_places
 from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.rows import RequestWork
@@ -25,7 +25,7 @@ from harness.engines.by_content.steps import (
     watched_run,
     with_following,
 )
-from harness.engines.by_content.tap_map import Batch, TapMap
+from harness.engines.by_content.tap_map import StepBatch, TapMap
 from harness.engines.declared import declared_numerics
 from harness.engines.module_settings import settings_of_modules
 from harness.engines.record import write_read_back, write_states
@@ -33,7 +33,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.recording import RecordingWriter, RequestInfo
 from harness.formats.taps import Graph, Kind
 from harness.oracle.model import load_model
-from harness.results.check import Seen, TapSource
+from harness.results.check import SeenTensors, TapSource
 from harness.results.settings import ModelSettings
 
 _SCHEDULES = ("plain", "chunked", "batched", "mixed")
@@ -334,7 +334,7 @@ class _Run:
             logits, _ = watched_run(self._stepper, engine_work, None, rows=rows, following=following)
             return self._map.read({returned: _returned_rows(logits, rows, sum(map(len, tokens)))}, last), logits, []
 
-        def keep(forwards: Sequence[Forward], site: Site, tensor: torch.Tensor) -> torch.Tensor:
+        def keep(forwards: Sequence[StepForward], site: Site, tensor: torch.Tensor) -> torch.Tensor:
             self._fill_padding(forwards, asked, site, tensor)
             return tensor.clone()
 
@@ -353,7 +353,7 @@ class _Run:
         return self._map.read(shown, last), logits, sorted(told.ambiguous)
 
     def _fill_padding(
-        self, forwards: Sequence[Forward], work: Sequence[RequestWork], site: Site, tensor: torch.Tensor
+        self, forwards: Sequence[StepForward], work: Sequence[RequestWork], site: Site, tensor: torch.Tensor
     ) -> None:
         """Fill padding rows of the embedding."""
         if self._poison is None or hasattr(self._stepper, "watching"):  # an engine with `watching` shows copies
@@ -372,7 +372,7 @@ class _Run:
         return self._number_of[request_id]
 
 
-def _schedules(batch: Batch, stepper: Stepper, *, has_mtp: bool = False) -> Iterator[str]:
+def _schedules(batch: StepBatch, stepper: Stepper, *, has_mtp: bool = False) -> Iterator[str]:
     """Yield the schedules that an engine can follow. A padded batch cannot mix chunks with decode.
 
     Args:
@@ -381,13 +381,13 @@ def _schedules(batch: Batch, stepper: Stepper, *, has_mtp: bool = False) -> Iter
         has_mtp: whether MTP layers are judged. They read the next token, which would be wrong for a draft.
     """
     recomputes_all = recomputes(stepper)  # each step computes all earlier tokens of its request
-    if batch is Batch.MIXED:
+    if batch is StepBatch.MIXED:
         yield from _SCHEDULES
     else:
         yield "plain"
         if not recomputes_all:
             yield "chunked"
-            if batch is Batch.PADDED:
+            if batch is StepBatch.PADDED:
                 yield "batched"
     if rewinds(stepper) and not has_mtp:
         yield from _WITH_DRAFTS
@@ -447,13 +447,13 @@ _NO_CACHE = "the engine has no method cached(request), or it does not return thi
 _NOT_HELD = "no tensor of the engine holds it: it may be computed inside of another operation"
 
 
-def _seen(learned: TapMap, stepper: Stepper, graph: Graph, kept: Collection[str]) -> Seen:
+def _seen(learned: TapMap, stepper: Stepper, graph: Graph, kept: Collection[str]) -> SeenTensors:
     """Return what was seen of an engine."""
     lost = dict.fromkeys(graph.not_shown(kept, caches=True), _NO_CACHE)
     for name in graph.not_shown(learned.taps):
         taps = [op.tap for op in graph if name in (op.tap, op.site)]
         lost[name] = next((learned.uncertain[tap] for tap in taps if tap in learned.uncertain), _NOT_HELD)
-    return Seen(
+    return SeenTensors(
         attached=getattr(stepper, "attached", "a step object"),
         rows_by="the token ids that it looks up" if learned.teller.lookups else "the order of the work",
         num_tensors=learned.num_tensors,

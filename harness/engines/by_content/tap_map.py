@@ -32,7 +32,7 @@ class TapEvidence(StrEnum):
         return member
 
 
-class Batch(Enum):
+class StepBatch(Enum):
     """What a step of an engine may hold."""
 
     ONE_REQUEST = auto()
@@ -71,7 +71,7 @@ class TapMap:
     """Taps that are not taken from any tensor, and why."""
     teller: RowTeller
     """Tells which token each row belongs to."""
-    batch: Batch
+    batch: StepBatch
     """What a step may hold."""
     num_tensors: int
     """Tensors that were looked at."""

@@ -269,7 +269,7 @@ class ModuleStepper:
     """Feeds a module each token once if it takes and returns a cache, and else all tokens again in each step."""
 
     attached = "a module"
-    """See `harness.results.check.Seen`."""
+    """See `harness.results.check.SeenTensors`."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         """Look at the module's forward.

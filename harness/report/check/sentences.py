@@ -21,7 +21,7 @@ from harness.results.check import (
     Provenance,
     RowId,
     RunResult,
-    Seen,
+    SeenTensors,
     ServedStatus,
     TokenResult,
     VerifiedStep,
@@ -236,7 +236,7 @@ def seen_sentence(result: CheckResult) -> str | None:
     return printable("; ".join(parts))
 
 
-def _not_offered(coverage: Coverage, seen: Seen | None) -> str:
+def _not_offered(coverage: Coverage, seen: SeenTensors | None) -> str:
     """Return the names of what an engine does not show, by the reason for it."""
     reasons: dict[str, list[str]] = {}
     for name in coverage.not_offered:

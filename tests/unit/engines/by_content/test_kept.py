@@ -10,7 +10,7 @@ from harness.engines.by_content.columns import Columns
 from harness.engines.by_content.forwards import RowTeller
 from harness.engines.by_content.kept import KeptCache
 from harness.engines.by_content.steps import Site
-from harness.engines.by_content.tap_map import Batch, MappedTap, ShownSite, TapEvidence, TapMap
+from harness.engines.by_content.tap_map import MappedTap, ShownSite, StepBatch, TapEvidence, TapMap
 from harness.formats.taps import Graph, Kind, Operation
 
 PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
@@ -95,7 +95,7 @@ def test_keys_of_another_order_are_put_in_that_of_hf():
     mapped = MappedTap(tap=keys, evidence=TapEvidence.CONTENT, sources=(source,))
     rows = torch.arange(12.0).reshape(3, 1, 4)
     engine = SimpleNamespace(cached=lambda _request: {0: (rows, rows)})
-    taps = TapMap(taps={keys: mapped}, uncertain={}, teller=RowTeller(()), batch=Batch.MIXED, num_tensors=1)
+    taps = TapMap(taps={keys: mapped}, uncertain={}, teller=RowTeller(()), batch=StepBatch.MIXED, num_tensors=1)
     held = KeptCache(engine, graph, taps).read(0, 5)
     kept, kept_rows = held["model.layers.0.k_cache"]
     assert kept == range(2, 5)
