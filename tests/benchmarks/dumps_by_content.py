@@ -199,12 +199,12 @@ def main(pattern: str = "") -> None:
         finder = finder_of(tensors, hf, IDS, ROUNDINGS[dtype])
         finder.find()
         seconds = time.process_time() - begin
-        found = {tap: finder.rows(tap) for tap in finder.chosen}
-        false = [tap for tap, rows in found.items() if not torch.equal(rows, values[tap])]
+        rows_by_tap = {tap: finder.rows(tap) for tap in finder.chosen}
+        false = [tap for tap, rows in rows_by_tap.items() if not torch.equal(rows, values[tap])]
         truth = _first_wrong(hf, {tap: values[tap] for tap in shown}, ROUNDINGS[dtype])
-        first = _first_wrong(hf, found, ROUNDINGS[dtype])
+        first = _first_wrong(hf, rows_by_tap, ROUNDINGS[dtype])
         is_alarm = truth == "-" != first
-        row = [1, len(found.keys() & shown), len(shown), len(false), first == truth, is_alarm, seconds]
+        row = [1, len(rows_by_tap.keys() & shown), len(shown), len(false), first == truth, is_alarm, seconds]
         totals = [total + number for total, number in zip(totals, row, strict=True)]
         print(
             f"{'/'.join(words):50} {row[1]} of {row[2]}, {row[3]} false; first {first} of {truth}; {seconds:.1f} s",
