@@ -200,7 +200,7 @@ class TapFinder:
         """Refuse a name if its tensor holds another tap's value, and another tensor that of its tap."""
         if not self.named:
             return
-        self._walk({tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT})
+        self._walk(self._assumed)
         for tap, (table, _columns) in self.named.items():
             others = [item for item, tables in self._holding_value.items() if item != tap and table in tables]
             right = self._holding_value.get(tap, [])
@@ -324,6 +324,10 @@ class TapFinder:
         error = relative_error(columns.of(self.tables[table].rows), value)
         return FoundTensor(table=table, columns=columns, evidence=TapEvidence.NAMED, error=error)
 
+    @property
+    def _assumed(self) -> dict[str, FoundTensor]:
+        return {tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT}
+
     def _is_barred(self, tap: str) -> bool:
         """Whether the tensor that was chosen for a tap is another one's."""
         chosen = self.chosen.get(tap)
@@ -409,7 +413,7 @@ class TapFinder:
         named = {op.tap: tensor for op in self._lost() if (tensor := self._named_like(op)) is not None}
         if not learned and not named:
             return False
-        before = {tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT}
+        before = self._assumed
         trial = self._walk({**before, **named, **learned})
         names_tell, kept = self._do_names_tell(), {}
         for tap, tensor in trial.items():
@@ -541,7 +545,7 @@ class TapFinder:
         if not candidates:
             return False
         known = {tap: self._rows(tensor) for tap, tensor in self.chosen.items() if not tensor.is_last_row}
-        before = {tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT}
+        before = self._assumed
         for told in self._relations.assignments(known, candidates, self._may_be):
             new = {
                 tap: FoundTensor(table=item.table, columns=item.columns, evidence=TapEvidence.CONSUMERS)
@@ -604,7 +608,7 @@ class TapFinder:
 
         One whose name follows from those of other layers need only be the nearest. Return whether more was found.
         """
-        before = {tap: tensor for tap, tensor in self.chosen.items() if tensor.evidence is not TapEvidence.CONTENT}
+        before = self._assumed
         self._walk(before)  # for the values that are lost
         operations = [op for op in self._lost() if op.tap in self._lost_values]
         candidates = {op.tap: self._candidates(op) for op in operations}

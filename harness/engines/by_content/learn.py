@@ -51,10 +51,10 @@ def learn_map(
     Raises:
         HarnessError: DIFFERENT_DTYPES: most products of the engine are in 16 bits, and `dtype` is another one.
     """
-    maps = [_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=0, tap_names=tap_names)]
+    maps = [_learn(_Probes(stepper, hf, numbers, 0), dtype, tap_names)]
     for draw in range(_DRAWS_OF_QUANTISED if has_declared_inputs(hf) else 0):
         with inputs_as_declared(hf, torch.float32):
-            maps.append(_learn(stepper, hf, dtype=dtype, numbers=numbers, draw=draw, tap_names=tap_names))
+            maps.append(_learn(_Probes(stepper, hf, numbers, draw), dtype, tap_names))
     return max(maps, key=lambda tap_map: len(tap_map.taps))
 
 
@@ -141,16 +141,7 @@ def _nothing(_site: Site, _tensor: torch.Tensor) -> None:
     return None
 
 
-def _learn(
-    stepper: Stepper,
-    hf: HFModel,
-    *,
-    dtype: torch.dtype,
-    numbers: Iterator[int],
-    draw: int,
-    tap_names: Mapping[str, str] | None,
-) -> TapMap:
-    probes = _Probes(stepper, hf, numbers, draw)
+def _learn(probes: _Probes, dtype: torch.dtype, tap_names: Mapping[str, str] | None) -> TapMap:
     teller = probes.teller()
     batch, refusal, several = _batch(probes, teller)
     taps, uncertain, num_tensors = _taps(probes, teller, dtype, tap_names)
