@@ -4,7 +4,7 @@ A forward begins where token ids become vectors. All tensors up to the next look
 layouts; small steps show which layout each site has.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from functools import cached_property
@@ -26,6 +26,9 @@ from harness.engines.by_content.steps import RETURNED, Lookup, Site, Stepper, Wo
 
 _MOST_PADDING = 8
 """Rows that an engine adds behind its tokens, at most, where it does not show the ids of its rows."""
+
+_NEAR = 0.05
+"""Largest distance, over the norm, of a row from the same row in another step."""
 
 
 @dataclass(slots=True)
@@ -59,6 +62,10 @@ class Counted(IntEnum):
     """The tokens of a line; the first dimension counts the lines."""
     UNPADDED = auto()
     """The ids that are no padding."""
+    LINES = auto()
+    """The lines; the first dimension counts the tokens of a line."""
+    TURNED = auto()
+    """All ids of the forward, the first one of each line, then the second ones."""
     CONTEXT = auto()
     """All tokens of the forward's requests up to now, one request after the other."""
     PADDED = auto()
@@ -128,6 +135,8 @@ class _Rows:
         match layout.kind:
             case Counted.TOKENS | Counted.COLUMNS:
                 rows = self.flat
+            case Counted.LINES | Counted.TURNED:
+                rows = self.rows.T.flatten()
             case Counted.UNPADDED:
                 rows = self.unpadded if size == len(self.unpadded) else self.flat
             case Counted.CONTEXT:
@@ -148,11 +157,17 @@ class _Rows:
             Counted.UNPADDED: len(self.unpadded),
             Counted.CONTEXT: len(self.context),
         }
-        sizes |= {Counted.REQUESTS: len(self.requests), Counted.ALL_REQUESTS: len(self.work)}
+        sizes |= {
+            Counted.TURNED: len(self.flat),
+            Counted.REQUESTS: len(self.requests),
+            Counted.ALL_REQUESTS: len(self.work),
+        }
         for dim, size in enumerate(shape):
             yield from (SiteLayout(kind, dim) for kind, count in sizes.items() if count == size)
             if dim and shape[0] == lines and size == columns:
                 yield SiteLayout(Counted.COLUMNS, dim)
+            if dim and shape[0] == columns and size == lines:
+                yield SiteLayout(Counted.LINES, dim)
             if is_assumed and len(self.flat) < size <= len(self.flat) + _MOST_PADDING:
                 yield SiteLayout(Counted.PADDED, dim)
         for kind, padding in (
@@ -181,6 +196,8 @@ class RowTeller:
         self._recomputes = recomputes
         self._habits = {lookup: Habits() for lookup in self.lookups}
         self._layouts: dict[Site, set[SiteLayout]] = {}
+        self.has_reordered = False
+        """Whether there are tensors whose rows lie in another order than the ids that are looked up."""
         self._is_by_work = True
         """Whether rows of requests lie in the order of the work, and not in that of the forward's rows."""
 
@@ -202,6 +219,8 @@ class RowTeller:
                 for at, rows_of_forward in zip(places, told.rows, strict=True):
                     rows[at] = rows_of_forward
                 ambiguous |= told.ambiguous
+        if is_whole and not any(forward.lookup for forward in forwards):  # the step looks up ids at another place
+            ambiguous = frozenset(range(starts_of(work)[-1]))
         return Told(rows, ambiguous)
 
     def _assumed(self, work: Sequence[RequestWork]) -> torch.Tensor:
@@ -232,6 +251,32 @@ class RowTeller:
             for site, tensor in forward.tensors.items():
                 layouts = {*rows.layouts(tensor.shape, is_assumed=not self.lookups)}
                 self._layouts[site] = self._layouts.get(site, layouts) & layouts
+
+    def forget_reordered(
+        self, forwards: Sequence[StepForward], work: Sequence[RequestWork], alone: Mapping[int, Mapping[Site, SiteRows]]
+    ) -> None:
+        """Forget layouts in which rows have the values of other rows: the engine has reordered its rows.
+
+        Args:
+            forwards: of a step that is right.
+            work: of the step.
+            alone: rows of some of its requests, by their index, that were computed in steps of their own.
+        """
+        starts = starts_of(work)
+        told = self.tell(forwards, work)
+        while True:
+            shown = self.in_order(forwards, work, told)
+            reordered = {
+                site
+                for at, sites in alone.items()
+                for site in shown.keys() & sites.keys()
+                if _is_reordered(shown[site], sites[site], starts[at])
+            }
+            if not reordered:
+                return
+            self.has_reordered = True
+            for site in reordered:
+                self._layouts[site] = self._layouts[site] - {min(self._layouts[site])}
 
     def learn_order_of_requests(
         self, forwards: Sequence[StepForward], work: Sequence[RequestWork], returned: torch.Tensor
@@ -291,7 +336,7 @@ def _rows_first(tensor: torch.Tensor, layout: SiteLayout) -> torch.Tensor | None
     """Return [rows, W] of a tensor in a layout; None if its shape does not fit."""
     if not tensor.numel() or tensor.dim() <= layout.dim or tensor.shape[0] % layout.parts:
         return None
-    if layout.kind is Counted.COLUMNS:
+    if layout.kind in (Counted.COLUMNS, Counted.LINES):
         tensor = tensor.movedim(layout.dim, 1).flatten(0, 1)
     else:
         tensor = tensor.movedim(layout.dim, 0)
@@ -321,6 +366,15 @@ def _put(
         result[site].is_known[places[there]] = True
         if not is_by_request:
             result[site].is_known[[*rows.ambiguous]] = False
+
+
+def _is_reordered(shown: SiteRows, alone: SiteRows, start: int) -> bool:
+    """Whether a row from the start on, computed alone, is not at its place and is at another one."""
+    if shown.is_by_request or alone.is_by_request or shown.values.shape[1] != alone.values.shape[1]:
+        return False
+    values, expected = shown.values.double(), alone.values.double()
+    is_near = torch.cdist(values, expected) <= _NEAR * expected.norm(dim=1)
+    return bool((is_near.any(dim=0) & ~is_near[start : start + len(expected)].diagonal()).any())
 
 
 def find_lookups(shown: Sequence[tuple[Lookup, torch.Tensor, bool]], tokens: Sequence[int]) -> list[Lookup]:

@@ -1,6 +1,7 @@
 """Learns the map of an engine from a few small steps: which of its tensors are which of HF's values."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -144,9 +145,9 @@ def _nothing(_site: Site, _tensor: torch.Tensor) -> None:
 def _learn(probes: _Probes, dtype: torch.dtype, tap_names: Mapping[str, str] | None) -> TapMap:
     teller = probes.teller()
     batch, refusal, several = _batch(probes, teller)
-    taps, uncertain, num_tensors = _taps(probes, teller, dtype, tap_names)
-    if several is not None:
-        teller.learn_order_of_requests(several.forwards, several.work, several.returned)
+    taps, uncertain, num_tensors = _taps(probes, teller, dtype, several, tap_names)
+    if several:
+        teller.learn_order_of_requests(several[0].forwards, several[0].work, several[0].returned)
     if not teller.lookups and batch is not StepBatch.ONE_REQUEST:
         batch = _assumed_batch(probes, teller, taps)
     return TapMap(
@@ -161,20 +162,26 @@ def _learn(probes: _Probes, dtype: torch.dtype, tap_names: Mapping[str, str] | N
 
 
 def _taps(
-    probes: _Probes, teller: RowTeller, dtype: torch.dtype, tap_names: Mapping[str, str] | None
+    probes: _Probes,
+    teller: RowTeller,
+    dtype: torch.dtype,
+    several: Sequence[_Step],
+    tap_names: Mapping[str, str] | None,
 ) -> tuple[dict[str, MappedTap], dict[str, str], int]:
     """Find the taps in steps of requests of one token, and in those of a prompt and the token after it."""
     hf, pads = probes.hf, teller.pads
     num_requests, num_tokens = _unmistakable(hf.graph)
     ids, prompt = probes.ids(num_requests, pads), probes.ids(num_tokens + 1, pads)
     number, end, after = next(probes.numbers), probes.after(0), [probes.after(token) for token in ids]
-    singles = _steps_of_one_token(probes, teller, ids, after)
+    singles = _steps_of_one_token(probes, teller, ids, after, together=bool(several))
     prefill = probes.run(teller, [(number, prompt[:-1], 0)], following=[[prompt[-1], *end]])
     decode = probes.run(teller, [(number, prompt[-1:], num_tokens)], [prompt[:-1]], [end])
     for step in (*singles, prefill, decode):
         if len(step.work) == 1:
             teller.learn(step.forwards, step.work)
         teller.learn_layouts(step.forwards, step.work)
+    for step in several if teller.lookups else ():
+        _forget_reordered(probes, teller, step)
     seen = _side_by_side([_rows_of(teller, step) for step in singles])
     _refuse_other_dtype(type(probes.stepper).__name__, seen, dtype)
     first_step, next_step = _rows_of(teller, prefill), _rows_of(teller, decode)
@@ -188,15 +195,25 @@ def _taps(
     return later.taps, later.uncertain, len(seen)
 
 
+def _forget_reordered(probes: _Probes, teller: RowTeller, step: _Step) -> None:
+    """Compute the prompts of a step alone; if it returned the same, forget the layouts in which its rows are others."""
+    prompts = {at: list(item.tokens) for at, item in enumerate(step.work) if item.first == 0}
+    numbers = {at: next(probes.numbers) for at in prompts}
+    alone = {at: probes.run(teller, [(numbers[at], tokens, 0)]) for at, tokens in prompts.items()}
+    probes.finish(list(numbers.values()))
+    if all(relative_error(step.returned[at], one.returned[0]) <= _LOOSE for at, one in alone.items()):
+        teller.forget_reordered(step.forwards, step.work, {at: _rows_of(teller, one) for at, one in alone.items()})
+
+
 def _steps_of_one_token(
-    probes: _Probes, teller: RowTeller, ids: Sequence[int], after: Sequence[Sequence[int]]
+    probes: _Probes, teller: RowTeller, ids: Sequence[int], after: Sequence[Sequence[int]], *, together: bool
 ) -> list[_Step]:
-    """Run many requests of one token: in one step, or in a step for each."""
+    """Run many requests of one token: together in one step, or in a step for each."""
     works: list[tuple[int, list[int], int]] = [(next(probes.numbers), [token], 0) for token in ids]
-    try:
-        return [probes.run(teller, works, following=after)]
-    except ValueError:  # an engine of one request a step
-        return [probes.run(teller, [work], following=after[at : at + 1]) for at, work in enumerate(works)]
+    if together:
+        with suppress(Exception):  # an engine of fewer requests a step
+            return [probes.run(teller, works, following=after)]
+    return [probes.run(teller, [work], following=after[at : at + 1]) for at, work in enumerate(works)]
 
 
 def _rows_of(teller: RowTeller, step: _Step) -> dict[Site, SiteRows]:
@@ -220,11 +237,12 @@ def _side_by_side(steps: Sequence[Mapping[Site, SiteRows]]) -> dict[Site, SiteRo
     }
 
 
-def _batch(probes: _Probes, teller: RowTeller) -> tuple[StepBatch, str | None, _Step | None]:
+def _batch(probes: _Probes, teller: RowTeller) -> tuple[StepBatch, str | None, list[_Step]]:
     """Run steps of several requests, which show in which order the engine computes them.
 
     Returns:
-        What a step may hold; what the engine raised, if a step is of one request; and a step of several requests.
+        What a step may hold; what the engine raised, if a step is of one request; and steps of several requests, the
+        first one of prompts.
     """
     ids = probes.ids(13, avoided={0, *teller.pads})
     prompts = [ids[:2], ids[2:5], ids[5:6]]  # short ones: an engine may have little memory, and free none of it
@@ -233,10 +251,10 @@ def _batch(probes: _Probes, teller: RowTeller) -> tuple[StepBatch, str | None, _
         first = probes.run(teller, [(number, tokens, 0) for number, tokens in zip(numbers, prompts, strict=True)])
     except Exception as error:  # an engine of one request a step
         is_unpacked = "too many values to unpack" in str(error)  # ((request, tokens, first),) = work
-        return StepBatch.ONE_REQUEST, None if is_unpacked else f"{type(error).__name__}: {error}", None
+        return StepBatch.ONE_REQUEST, None if is_unpacked else f"{type(error).__name__}: {error}", []
     teller.learn(first.forwards, first.work)
     if teller.lookups and teller.tell(first.forwards, first.work).ambiguous:
-        return StepBatch.ONE_REQUEST, "rows of several requests that token ids do not tell apart", None
+        return StepBatch.ONE_REQUEST, "rows of several requests that token ids do not tell apart", []
     decode = [(number, [ids[6 + at]], len(prompts[at])) for at, number in enumerate(numbers)]
     try:
         second = probes.run(teller, decode, prompts)
@@ -248,9 +266,9 @@ def _batch(probes: _Probes, teller: RowTeller) -> tuple[StepBatch, str | None, _
         teller.learn(third.forwards, third.work)
         probes.finish(numbers)
     except Exception:  # a padded batch that only becomes smaller
-        return StepBatch.PADDED, None, first
+        return StepBatch.PADDED, None, [first]
     is_padded = any(len(forward.ids) > 1 and len(forward.ids) == len(first.work) for forward in first.forwards)
-    return StepBatch.PADDED if is_padded else StepBatch.MIXED, None, first
+    return StepBatch.PADDED if is_padded else StepBatch.MIXED, None, [first, third]
 
 
 def _assumed_batch(probes: _Probes, teller: RowTeller, taps: Mapping[str, MappedTap]) -> StepBatch:
@@ -259,27 +277,45 @@ def _assumed_batch(probes: _Probes, teller: RowTeller, taps: Mapping[str, Mapped
     first = next((op.tap for op in hf.graph if op.tap in taps and not taps[op.tap].is_sampled_only), None)
     if first is None:
         return StepBatch.ONE_REQUEST
-    ids, source = probes.ids(8), taps[first].sources[0]
-    try:
-        step = probes.run(teller, [(next(probes.numbers), ids[:3], 0), (next(probes.numbers), ids[3:], 0)])
-    except Exception:
-        return StepBatch.ONE_REQUEST
-    expected: list[torch.Tensor] = []
+    ids, source, numbers = probes.ids(12), taps[first].sources[0], [next(probes.numbers) for _ in range(3)]
 
-    def look(operation: Operation, value: torch.Tensor) -> None:
-        if operation.tap == first:
-            expected.append(value)
-            raise EndOfRun
-
-    run_hf(hf, torch.tensor(ids)[None], look)
-    for teller.order in RowOrder:
+    def fits(step: _Step, tokens: Sequence[int]) -> bool:
         rows = _rows_of(teller, step).get(source.site)
         if rows is None or rows.is_by_request:
-            continue
-        if relative_error(source.columns.of(rows.values), expected[0]) <= _LOOSE:
-            return StepBatch.MIXED if teller.order is RowOrder.PACKED else StepBatch.PADDED
-    teller.order = RowOrder.PACKED
-    return StepBatch.ONE_REQUEST
+            return False
+        return relative_error(source.columns.of(rows.values), _value_of(hf, first, tokens)) <= _LOOSE
+
+    try:
+        step = probes.run(teller, [(numbers[0], ids[:3], 0), (numbers[1], ids[3:8], 0)])
+    except Exception:
+        return StepBatch.ONE_REQUEST
+    for teller.order in RowOrder:
+        if fits(step, ids[:8]):
+            break
+    else:
+        teller.order = RowOrder.PACKED
+        return StepBatch.ONE_REQUEST
+    mixed = [(numbers[0], ids[8:9], 3), (numbers[2], ids[9:11], 0), (numbers[1], ids[11:], 5)]
+    try:
+        step = probes.run(teller, mixed, [ids[:3], [], ids[3:8]])
+        probes.finish(numbers)
+    except Exception:  # an engine without prompts beside decode
+        return StepBatch.PADDED
+    is_mixed = teller.order is RowOrder.PACKED and fits(step, ids[8:])
+    return StepBatch.MIXED if is_mixed else StepBatch.PADDED
+
+
+def _value_of(hf: HFModel, tap: str, tokens: Sequence[int]) -> torch.Tensor:
+    """Return HF's value of a tap for tokens, [tokens, W]."""
+    values: list[torch.Tensor] = []
+
+    def look(operation: Operation, value: torch.Tensor) -> None:
+        if operation.tap == tap:
+            values.append(value)
+            raise EndOfRun
+
+    run_hf(hf, torch.tensor(tokens)[None], look)
+    return values[0]
 
 
 def _refuse_other_dtype(engine: str, seen: Mapping[Site, SiteRows], dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ equally good explanations differ are ambiguous.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
@@ -74,6 +74,8 @@ class Habits:
     """`left` or `right`: where padding was, before or after the tokens of a line."""
     most_in_line: int | None = None
     """Requests of a line, at most; None before the first step of several requests."""
+    is_turned: bool = False
+    """Whether a line has one token of each request: ids are [tokens, requests]."""
 
 
 class Run(NamedTuple):
@@ -110,6 +112,9 @@ def tell_rows(
         habits: of the engine.
         is_whole: whether these forwards compute all of the work.
     """
+    if habits.is_turned:
+        told = tell_rows([ids.T for ids in forwards], work, replace(habits, is_turned=False), is_whole=is_whole)
+        return Told([rows.T for rows in told.rows], told.ambiguous)
     starts = starts_of(work)
     lines = [line for ids in forwards for line in ids.tolist()]
     filled = _filled([token for line in lines for token in line], len(lines), work, habits)
@@ -133,6 +138,11 @@ def starts_of(work: Sequence[RequestWork]) -> list[int]:
 
 def learn_habits(forwards: Sequence[torch.Tensor], work: Sequence[RequestWork], habits: Habits) -> None:
     """Keep the habits that a step of unlike tokens shows."""
+    turned = [ids.T for ids in forwards]
+    if any(min(ids.shape) > 1 for ids in forwards) and not habits.is_turned:
+        habits.is_turned = _num_runs(turned, work, habits) < _num_runs(forwards, work, habits)
+    if habits.is_turned:
+        forwards = turned
     told = tell_rows(forwards, work, Habits(pads=habits.pads))
     for ids, rows in zip(forwards, told.rows, strict=True):
         if bool((rows >= 0).any()) or len(ids.unique()) == 1:
@@ -153,6 +163,13 @@ def learn_habits(forwards: Sequence[torch.Tensor], work: Sequence[RequestWork], 
         habits.most_in_line = max(habits.most_in_line or 0, *map(len, lines))
     if not told.ambiguous:
         habits.orders = [item for item in habits.orders if in_order(item, work) == order]
+
+
+def _num_runs(forwards: Sequence[torch.Tensor], work: Sequence[RequestWork], habits: Habits) -> float:
+    """Return the number of runs that explain the forwards."""
+    lines = [line for ids in forwards for line in ids.tolist()]
+    best = _Search(lines, work, Habits(pads=habits.pads), is_whole=True).best()
+    return sum(run.request != PADDING for run in best[0]) if best else float("inf")
 
 
 def _twins(work: Sequence[RequestWork], starts: Sequence[int]) -> set[int]:

@@ -122,7 +122,8 @@ class StepEngine:
                 f"none of the {learned.num_tensors} tensors that {self.name} computes holds a value of HF's",
                 where=self.name,
                 expected=f"tensors of {self._folder}",
-                hint="an engine that is compiled or runs in another process shows no tensors",
+                hint="an engine shows no tensors that can be told if it is compiled, runs in another process, or looks "
+                "token ids up outside of torch and in several forwards",
             )
         kept = self._kept(stepper, graph, learned)
         places = self._places = find_places(stepper, hf, next(self._numbers))
@@ -444,15 +445,17 @@ def _notes(learned: TapMap) -> Iterator[str]:
 
 
 _NO_CACHE = "the engine has no method cached(request), or it does not return this layer"
-_NOT_HELD = "no tensor of the engine holds it: it may be computed inside of another operation"
+_REORDERED = "its rows lie in another order than the token ids that are looked up"
+_NOT_HELD = "no tensor of the engine holds it in rows that were told: it may be computed inside of another operation"
 
 
 def _seen(learned: TapMap, stepper: Stepper, graph: Graph, kept: Collection[str]) -> SeenTensors:
     """Return what was seen of an engine."""
     lost = dict.fromkeys(graph.not_shown(kept, caches=True), _NO_CACHE)
+    not_held = _REORDERED if learned.teller.has_reordered else _NOT_HELD
     for name in graph.not_shown(learned.taps):
         taps = [op.tap for op in graph if name in (op.tap, op.site)]
-        lost[name] = next((learned.uncertain[tap] for tap in taps if tap in learned.uncertain), _NOT_HELD)
+        lost[name] = next((learned.uncertain[tap] for tap in taps if tap in learned.uncertain), not_held)
     return SeenTensors(
         attached=getattr(stepper, "attached", "a step object"),
         rows_by="the token ids that it looks up" if learned.teller.lookups else "the order of the work",

@@ -230,7 +230,10 @@ def seen_sentence(result: CheckResult) -> str | None:
     parts.append(f"rows told by {seen.rows_by}")
     ways = ", ".join(f"{number_of_taps} by {way}" for way, number_of_taps in seen.num_taps.items())
     parts.append(f"{count(sum(seen.num_taps.values()), 'tap')} among {count(seen.num_tensors, 'tensor')}: {ways}")
-    share = sum_coverage(result.runs).judged_compute
+    coverage = sum_coverage(result.runs)
+    if coverage.rows_ambiguous:
+        parts.append(f"{count(coverage.rows_ambiguous, 'row')} cannot be told from others, and are not judged")
+    share = coverage.judged_compute
     if share is not None:
         parts.append(f"judged outputs are {100 * share:.0f} % of the model's multiply-adds")
     return printable("; ".join(parts))

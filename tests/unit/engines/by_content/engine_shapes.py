@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from tests.examples import fused_engine as fused
@@ -201,6 +202,55 @@ class LateHead(Shape):
         with torch.no_grad():
             x, _ = self.model.norm(x.contiguous(), residual.contiguous())
             return self.model.head(x)[0]
+
+
+class ColumnsFirst(PaddedRight):
+    """Looks up the first token of each request, then the second ones; the rows are those of one request first."""
+
+    def step(self, work):
+        count, look_up = len(work), nn.Embedding.from_pretrained(self.model.embed.weight)
+        self.model.embed.forward = lambda ids: look_up(ids.view(count, -1).T).transpose(0, 1).flatten(0, 1)
+        return super().step(work)
+
+
+class ShortestFirstAfterLookup(Shape):
+    """Looks up the rows in the order of the work, and then brings those of the shortest request to the front."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.model.forward = self.reordered
+
+    def reordered(self, ids, batch):
+        x = self.model.embed(ids)
+        order = torch.tensor([row for rows in sorted(batch["rows"], key=len) for row in rows])
+        place = order.argsort()
+        batch = batch | {name: batch[name][order] for name in ("positions", "slots")}
+        batch["rows"] = [place[rows].tolist() for rows in batch["rows"]]
+        x, residual = x[order], None
+        for layer in self.model.layers:
+            x, residual = layer(x, residual, batch)
+        x, _ = self.model.norm(x, residual)
+        return self.model.head(x[place[batch["sampled"]]])[0]
+
+    def step(self, work):
+        return self.packed(work)
+
+
+class OtherModulesForOne(Shape):
+    """A step of one request runs modules of other names."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        alone = fused.FusedModel(self.folder, self.dtype).eval()
+        for layer, of_several in zip(alone.layers, self.model.layers, strict=True):
+            layer.attn.cache = of_several.attn.cache
+        self.alone = nn.ModuleDict({"alone": alone})
+
+    def step(self, work):
+        if len(work) > 1:
+            return self.packed(work)
+        items = self.items(work[0])
+        return self.forward(items, [len(items) - 1], self.alone["alone"])
 
 
 class Mixture(Shape):

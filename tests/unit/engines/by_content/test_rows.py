@@ -139,3 +139,11 @@ def test_no_row_is_taken_for_another_one(work, order, layout, chunk, pad):
     for told_rows, true_rows in zip(told.rows, rows, strict=True):
         for row, true_row in zip(told_rows.flatten().tolist(), chain(*true_rows), strict=True):
             assert row in told.ambiguous or true_row in told.ambiguous or row == true_row
+
+
+def test_a_step_of_unlike_tokens_shows_lines_that_hold_a_token_of_each_request():
+    habits = Habits()
+    learn_habits([ids([3, 6], [4, 7], [5, PAD])], [RequestWork([3, 4, 5], 0), RequestWork([6, 7], 0)], habits)
+    assert habits.is_turned
+    work = [RequestWork([5, 5, 9], 0), RequestWork([5, 5], 0)]
+    assert rows_of([ids([5, 5], [5, 5], [9, PAD])], work, habits) == ([[[0, 3], [1, 4], [2, PADDING]]], frozenset())

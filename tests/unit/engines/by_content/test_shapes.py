@@ -8,7 +8,17 @@ import torch
 import harness
 from harness.engines.by_content import StepEngine
 
-from .engine_shapes import AT, MISTAKES, SHAPES, Chunks, PaddedLeft, PaddedRight
+from .engine_shapes import (
+    AT,
+    MISTAKES,
+    SHAPES,
+    Chunks,
+    ColumnsFirst,
+    OtherModulesForOne,
+    PaddedLeft,
+    PaddedRight,
+    ShortestFirstAfterLookup,
+)
 
 FOLDER = "qwen2-tiny"
 PROMPTS = [[5, 5, 9, 5, 5, 9, 0, 5, 5, 9, 5, 0], [5, 5, 9, 5, 7, 7, 7, 30], [0, 0, 3, 5, 5, 9, 5]]
@@ -46,6 +56,27 @@ def test_a_mistake_is_found_at_its_operation_and_row(checkpoints, shape, site):
     (run,) = check(engine, checkpoints / FOLDER).runs
     first = run.first_divergence
     assert (first.tap, first.request, first.position) == (f"model.layers.1.{site.strip()}", 0, AT)
+
+
+def test_rows_are_followed_where_lines_are_turned(checkpoints):
+    engine = ColumnsFirst(checkpoints / FOLDER)
+    (run,) = check(engine, checkpoints / FOLDER).runs
+    assert (run.findings, len(run.taps), run.coverage.missing) == ((), 48, 0)
+    MISTAKES["mlp.act"](engine)
+    (run,) = check(engine, checkpoints / FOLDER).runs
+    first = run.first_divergence
+    assert (first.tap, first.request, first.position) == ("model.layers.1.mlp.act", 0, AT)
+
+
+def test_rows_that_are_reordered_after_the_lookup_are_not_judged(checkpoints):
+    report = check(ShortestFirstAfterLookup(checkpoints / FOLDER), checkpoints / FOLDER)
+    assert report.is_ok
+    assert "another order than the token ids" in " ".join(report.text().split())
+
+
+def test_modules_that_run_for_one_request_alone_are_judged_alone(checkpoints):
+    (run,) = check(OtherModulesForOne(checkpoints / FOLDER), checkpoints / FOLDER, schedules=["plain"]).runs
+    assert (run.findings, len(run.taps), run.coverage.missing) == ((), 48, 0)
 
 
 class RepeatsFirstChunk(Chunks):
