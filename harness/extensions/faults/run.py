@@ -26,6 +26,7 @@ from harness.extensions.faults.peers import RULES, TOKENS, PeerVerdict, judge_as
 from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import embedded_cases
 from harness.formats.recording import Recording, RecordingWriter
+from harness.judge.culprit import CULPRIT
 from harness.judge.jobs.check import run_check
 from harness.judge.jobs.opened import planned_model, with_duplicate_requests
 from harness.oracle.golden import Golden
@@ -118,7 +119,7 @@ def _checked(plan: Plan, planted: InjectedFault) -> FaultTrial:
             result = run_check(plan, out=out / "recordings")
         except HarnessError as error:
             return FaultTrial(result=None, error=error, num_calls=planted.num_calls, peers={})
-        (recording,) = (out / "recordings").iterdir()
+        (recording,) = (path for path in (out / "recordings").iterdir() if path.name != CULPRIT)
         with Recording.open(recording, verify=False) as actual:
             peers = judge_as_peers(actual, _golden(plan), result.runs[0])
     return FaultTrial(result=result, error=None, num_calls=planted.num_calls, peers=peers)

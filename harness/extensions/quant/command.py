@@ -192,8 +192,8 @@ def quant(
         from harness.oracle.model import load_model
 
         subject.check()  # what is wrong or missing is known before anything costs time
-        kinds, caches, splits = subject.kinds(), subject.cache_formats(), check_splits(parts)
         options = subject.llamacpp_options()
+        kinds, caches, splits = subject.kinds(), subject.cache_formats(), check_splits(parts)
         folder = resolve(model or DEFAULT_MODEL, local_files_only=local_files_only)
         with scratch_folder("harness-") as made:
             original = pad_checkpoint(folder, made / "padded") if pad else folder

@@ -14,10 +14,10 @@ def test_a_broken_engine_shows_the_table_and_the_culprit(broken_project: pytest.
         [
             "*___ cases/tiny.toml ___*",
             "MISMATCH*reference*llama-tiny*float32*cpu*",
-            "*operation*median*verdict*",
-            "▸*q_rope*bug*",
             "First divergence: model.layers.0.q_rope*",
             "*request 0, position *, schedule plain*",
+            "*operation*median*verdict*",
+            "▸*q_rope*bug*",
             "FAILED cases/tiny.toml::check - H040: model.layers.0.q_rope*",
         ]
     )

@@ -19,6 +19,7 @@ EVERY_FIELD = {
     "hf": "/hf",
     "engine": "foreign",
     "tensors": Path("/dump"),
+    "names": Path("/names.json"),
     "engine_options": {"block_size": 32, "attention": "eager and more"},
     "engine_timeout_s": 2.5,
     "engine_python": Path("/python"),
