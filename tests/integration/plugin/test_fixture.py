@@ -59,9 +59,9 @@ def test_a_check_is_a_test(tests: pytest.Pytester) -> None:
         [
             ">*harness_check(model, prompts=PROMPTS, max_new_tokens=2)  # the line that is shown",
             "E*CheckFailedError: MISMATCH  LlamaForCausalLM*",
-            "E*input_layernorm*bug in*",
             "E*First divergence: model.layers.1.input_layernorm",
             "E*Cause: wrong eps: 0.001 instead of 1e-05",
+            "E*input_layernorm*bug in*",
         ]
     )
     result.stdout.fnmatch_lines(["E*H014: no engine was given"])
