@@ -16,7 +16,7 @@ import torch
 _NUM_PROJECTIONS = 5
 _NUM_SAMPLES = 4
 """Columns of a value that are looked for everywhere; a tensor that lacks one of them is none that holds it."""
-_LOOSE = 0.1
+LOOSE = 0.1
 """Relative error up to which a slice is taken for a value: what is a little wrong is still what it is meant to be."""
 _LEAST_FINE = 2e-5
 _FINE_ROUNDINGS = 24
@@ -92,7 +92,7 @@ class ColumnIndex:
             rounding: RMS relative error of one rounding in the engine.
         """
         self._tables = tables
-        self.fine = max(_LEAST_FINE, _FINE_ROUNDINGS * rounding)
+        self.fine = fine_limit(rounding)
         num_rows = len(tables[0]) if tables else 1
         generator = torch.Generator().manual_seed(0)
         self._probes = torch.randn(_NUM_PROJECTIONS, num_rows, generator=generator, dtype=torch.float64)
@@ -122,7 +122,7 @@ class ColumnIndex:
             return [Fit(index=at, columns=whole, error=0.0) for at in zeros]
         fits = self._find(value, self.fine, may_be_permuted=True)
         if not fits and not exactly:
-            fits = self._find(value, _LOOSE, may_be_permuted=False)
+            fits = self._find(value, LOOSE, may_be_permuted=False)
         return sorted(fits, key=lambda fit: fit.error)
 
     def error(self, index: int, columns: Columns, value: torch.Tensor) -> float:
@@ -214,6 +214,11 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     error = (actual.double() - expected).norm(dim=0) / _scale(expected).clamp_min(1e-300)
     result = float(error.square().mean().sqrt())
     return result if result == result else float("inf")
+
+
+def fine_limit(rounding: float) -> float:
+    """Return the relative error up to which rounding may be all that differs."""
+    return max(_LEAST_FINE, _FINE_ROUNDINGS * rounding)
 
 
 def limit_of_same(error: float, rounding: float) -> float:
@@ -315,7 +320,7 @@ class TableIndex:
             for kept, places in groups.items()
         ]
         self._told = {at for places in groups.values() for at in places}
-        self.fine = ColumnIndex([], rounding=rounding).fine
+        self.fine = fine_limit(rounding)
         """Relative error up to which a tensor is a value, to rounding."""
 
     def can_tell(self, table: int) -> bool:

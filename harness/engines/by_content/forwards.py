@@ -156,8 +156,6 @@ class _Rows:
             Counted.TOKENS: len(self.flat),
             Counted.UNPADDED: len(self.unpadded),
             Counted.CONTEXT: len(self.context),
-        }
-        sizes |= {
             Counted.TURNED: len(self.flat),
             Counted.REQUESTS: len(self.requests),
             Counted.ALL_REQUESTS: len(self.work),
@@ -407,8 +405,8 @@ def run_step(
     only: Collection[Site] | None = None,
     rows: Sequence[int] | None = None,
     following: Sequence[Sequence[int]] = (),
-) -> tuple[list[StepForward], torch.Tensor, int]:
-    """Run a step; return its forwards with their tensors, its logits, and the number of rows that it made of them.
+) -> tuple[list[StepForward], torch.Tensor]:
+    """Run a step; return its forwards with their tensors, and its logits.
 
     Args:
         stepper: the engine.
@@ -428,7 +426,7 @@ def run_step(
     def begin(lookup: Lookup, ids: torch.Tensor, _makes_numbers: bool) -> None:
         forwards.append(StepForward(lookup, ids.reshape(-1, ids.shape[-1] if ids.dim() else 1)))
 
-    returned, num_rows = watched_run(
+    logits = watched_run(
         stepper, work, see, only=only, rows=rows, following=following, lookups=teller.lookups, on_ids=begin
     )
-    return forwards, returned, num_rows
+    return forwards, logits

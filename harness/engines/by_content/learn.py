@@ -1,13 +1,13 @@
 """Learns the map of an engine from a few small steps: which of its tensors are which of HF's values."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.engines.by_content.columns import relative_error
+from harness.engines.by_content.columns import LOOSE, relative_error
 from harness.engines.by_content.forwards import RowOrder, RowTeller, SiteRows, StepForward, find_lookups, run_step
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.rows import RequestWork
@@ -17,6 +17,7 @@ from harness.engines.by_content.steps import (
     Site,
     Stepper,
     Work,
+    finish,
     recomputes,
     tokens_ahead,
     watched_run,
@@ -32,7 +33,6 @@ _DRAWS_OF_QUANTISED = 3
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _NUM_ALONE = 6
 """Tokens of a request that is alone in its step."""
-_LOOSE = 0.1
 _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
@@ -78,12 +78,12 @@ class _Probes:
 
     def ids(self, num: int, avoided: Collection[int] = ()) -> list[int]:
         """Return unlike token ids."""
-        ids = random_ids(self.hf, num + len(avoided), self.draw)
+        ids = _random_ids(self.hf, num + len(avoided), self.draw)
         return [token for token in ids if token not in avoided][:num]
 
     def after(self, token: int) -> list[int]:
         """Return the ids that follow a token, for the layers that predict further ones."""
-        return random_ids(self.hf, self.ahead, self.draw + 1 + token)
+        return _random_ids(self.hf, self.ahead, self.draw + 1 + token)
 
     def run(
         self,
@@ -93,7 +93,7 @@ class _Probes:
         following: Sequence[Sequence[int]] = (),
     ) -> _Step:
         """Run a step; `earlier` are the tokens of each request before it."""
-        forwards, returned, _ = run_step(self.stepper, work, teller, keep=_copied, following=following)
+        forwards, returned = run_step(self.stepper, work, teller, keep=_copied, following=following)
         self.num_forwards.append(len(forwards))
         before = earlier or [[] for _ in work]
         asked = [RequestWork([*old, *tokens], first) for (_, tokens, first), old in zip(work, before, strict=True)]
@@ -126,12 +126,10 @@ class _Probes:
         watched_run(self.stepper, work, _nothing, only=(), lookups=None, on_ids=lambda *item: shown.append(item))
         return shown
 
-    def finish(self, numbers: Sequence[int]) -> None:
-        """End requests, so that the engine may free what it keeps of them."""
-        free: Callable[[int], object] | None = getattr(self.stepper, "finish", None)
-        if free is not None:
-            for number in numbers:
-                free(number)
+    def finish(self, numbers: Iterable[int]) -> None:
+        """End requests."""
+        for number in numbers:
+            finish(self.stepper, number)
 
 
 def _copied(_forwards: Sequence[StepForward], _site: Site, tensor: torch.Tensor) -> torch.Tensor:
@@ -200,8 +198,8 @@ def _forget_reordered(probes: _Probes, teller: RowTeller, step: _Step) -> None:
     prompts = {at: list(item.tokens) for at, item in enumerate(step.work) if item.first == 0}
     numbers = {at: next(probes.numbers) for at in prompts}
     alone = {at: probes.run(teller, [(numbers[at], tokens, 0)]) for at, tokens in prompts.items()}
-    probes.finish(list(numbers.values()))
-    if all(relative_error(step.returned[at], one.returned[0]) <= _LOOSE for at, one in alone.items()):
+    probes.finish(numbers.values())
+    if all(relative_error(step.returned[at], one.returned[0]) <= LOOSE for at, one in alone.items()):
         teller.forget_reordered(step.forwards, step.work, {at: _rows_of(teller, one) for at, one in alone.items()})
 
 
@@ -283,7 +281,7 @@ def _assumed_batch(probes: _Probes, teller: RowTeller, taps: Mapping[str, Mapped
         rows = _rows_of(teller, step).get(source.site)
         if rows is None or rows.is_by_request:
             return False
-        return relative_error(source.columns.of(rows.values), _value_of(hf, first, tokens)) <= _LOOSE
+        return relative_error(source.columns.of(rows.values), _value_of(hf, first, tokens)) <= LOOSE
 
     try:
         step = probes.run(teller, [(numbers[0], ids[:3], 0), (numbers[1], ids[3:8], 0)])
@@ -334,7 +332,7 @@ def _refuse_other_dtype(engine: str, seen: Mapping[Site, SiteRows], dtype: torch
             )
 
 
-def random_ids(hf: HFModel, count: int, draw: int = 0) -> list[int]:
+def _random_ids(hf: HFModel, count: int, draw: int = 0) -> list[int]:
     """Return unlike token ids."""
     generator = torch.Generator().manual_seed(count + 1000 * draw)
     return torch.randperm(hf.vocab_size, generator=generator)[:count].tolist()

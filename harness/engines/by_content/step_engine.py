@@ -19,6 +19,7 @@ from harness.engines.by_content.steps import (
     RETURNED,
     Site,
     Stepper,
+    finish,
     module_paths,
     recomputes,
     rewinds,
@@ -245,7 +246,7 @@ class _Run:
         """Record all of a prompt under another number in the engine: the rows that the cached ones must equal."""
         cached = self._number_of.pop(request.id)
         self.step([[(request, range(request.prompt_length))]])
-        self._free(self._number_of[request.id])
+        finish(self._stepper, self._number_of[request.id])
         self._number_of[request.id] = cached
 
     def step(self, work: list[list[Part]]) -> None:
@@ -288,7 +289,8 @@ class _Run:
         """Return the values and rows to record: all, or the sampled rows if an engine may compute those alone."""
         if tap not in self._sampled_only:
             return values, rows
-        kept = [at for at, row in enumerate(rows) if row in {*sampled}]
+        wanted = {*sampled}
+        kept = [at for at, row in enumerate(rows) if row in wanted]
         return values[kept], [rows[at] for at in kept]
 
     def _write_states(self, request: RequestInfo, positions: range) -> None:
@@ -303,10 +305,7 @@ class _Run:
         write_read_back(self._writer, request, held)
         self._longest = max(self._longest, len(request.token_ids))
         self._ended.append(request.token_ids)
-        self._free(number)
-
-    def _free(self, number: int) -> None:
-        getattr(self._stepper, "finish", lambda _number: None)(number)
+        finish(self._stepper, number)
 
     def _compute(
         self, work: list[list[Part]], last: list[int], rows: list[int] | None
@@ -332,14 +331,14 @@ class _Run:
         following = [request_parts[-1][0].token_ids[request_parts[-1][1].stop :] for request_parts in work]
         returned = Site("", 0, RETURNED)
         if self._is_served:
-            logits, _ = watched_run(self._stepper, engine_work, None, rows=rows, following=following)
+            logits = watched_run(self._stepper, engine_work, None, rows=rows, following=following)
             return self._map.read({returned: _returned_rows(logits, rows, sum(map(len, tokens)))}, last), logits, []
 
         def keep(forwards: Sequence[StepForward], site: Site, tensor: torch.Tensor) -> torch.Tensor:
             self._fill_padding(forwards, asked, site, tensor)
             return tensor.clone()
 
-        forwards, logits, _ = run_step(
+        forwards, logits = run_step(
             self._stepper,
             engine_work,
             teller,

@@ -121,11 +121,9 @@ class SiteWatcher:
         self._names, self._see, self._on_ids = names, see, on_ids
         self._only = None if only is None else frozenset(only)
         self._lookups = None if lookups is None else frozenset(lookups)
-        self._wanted = None if only is None else {(site.path, site.what) for site in only}
-        if self._wanted is not None:
-            self._wanted |= {(lookup.path, lookup.what) for lookup in lookups or () if lookup.what != ARGUMENTS}
-        if lookups is None:
-            self._wanted = None
+        places = None if lookups is None else {(lookup.path, lookup.what) for lookup in lookups}
+        self._lookup_places = places
+        self._wanted = None if only is None or places is None else places | {(site.path, site.what) for site in only}
         self._fresh: dict[int, tuple[int, int]] = {}
         """Version and size of results that were shown, by their address."""
         self._stack = ExitStack()
@@ -135,11 +133,7 @@ class SiteWatcher:
     def __enter__(self) -> Self:
         self._stack.callback(torch_module.register_module_forward_pre_hook(self._begin).remove)
         self._stack.callback(torch_module.register_module_forward_hook(self._end).remove)
-        if (
-            self._wanted is None
-            or self._lookups is None
-            or any(what not in (MODULE, RETURNED) for _path, what in self._wanted)
-        ):
+        if self._wanted is None or any(what not in (MODULE, RETURNED, ARGUMENTS) for _path, what in self._wanted):
             self._stack.enter_context(_Mode(self))
         return self
 
@@ -155,14 +149,14 @@ class SiteWatcher:
         path = self._names.get(module) or type(module).__name__
         self._path.append(_Running(path, self._calls[path]))
         self._calls[path] += 1
-        self._look_up(lambda place: Lookup(path, ARGUMENTS, place=place), args, makes_numbers=False)
+        self._look_up(path, ARGUMENTS, args)
 
-    def _look_up(self, lookup_at: Callable[[int], Lookup], args: Any, *, makes_numbers: bool) -> None:
+    def _look_up(self, path: str, what: str, given: Any, line: str = "", *, makes_numbers: bool = False) -> None:
         """Show integers that something is given; begin a forward if it is one of the look-ups."""
-        if self._on_ids is None:
+        if self._on_ids is None or (self._lookup_places is not None and (path, what) not in self._lookup_places):
             return
-        for place, ids in enumerate(_integers(args)):
-            lookup = lookup_at(place)
+        for place, ids in enumerate(_integers(given)):
+            lookup = Lookup(path, what, line, place)
             if self._lookups is not None and lookup not in self._lookups:
                 continue
             with _disable_current_modes():
@@ -185,9 +179,7 @@ class SiteWatcher:
             return
         made, written = [*_made(operator, result)], [*_written(operator, args, kwargs)]
         line = _line() if made or written else ""
-        self._look_up(
-            lambda place: Lookup(running.path, what, line or _line(), place), (args, kwargs), makes_numbers=bool(made)
-        )
+        self._look_up(running.path, what, (args, kwargs), line, makes_numbers=bool(made))
         if not made and not written:
             return
         repeat = running.repeats[what, line]
@@ -390,8 +382,8 @@ def watched_run(
     following: Sequence[Sequence[int]] = (),
     lookups: Collection[Lookup] | None = (),
     on_ids: OnIds | None = None,
-) -> tuple[torch.Tensor, int]:
-    """Run a step while its tensors are shown; return its logits, [requests, vocabulary], and the rows that it made.
+) -> torch.Tensor:
+    """Run a step while its tensors are shown; return its logits, [requests, vocabulary].
 
     Args:
         stepper: the engine.
@@ -430,7 +422,12 @@ def watched_run(
             returned = returned[[end - 1 for end in ends] if rows is None else list(rows)]
         if watch is not None:
             watch.returned(returned)
-    return returned, num_rows
+    return returned
+
+
+def finish(stepper: Stepper, number: int) -> None:
+    """Let an engine free what it keeps of a request that has ended."""
+    getattr(stepper, "finish", lambda _number: None)(number)
 
 
 def rewinds(stepper: Stepper) -> bool:

@@ -96,17 +96,17 @@ class TapMap:
         """
         taps = {}
         for tap, mapped in self.taps.items():
-            rows: dict[int, torch.Tensor] = {}
+            values, rows = list[torch.Tensor](), torch.empty(0, dtype=torch.int64)
             for source in mapped.sources:
                 item = shown.get(source.site)
                 if item is None or item.values.shape[1] < source.columns.stop:
                     continue
-                places = last if item.is_by_request else range(len(item.values))
-                if rows.keys() >= {*places}:
-                    continue
-                values = source.columns.of(item.values)
-                rows = {row: values[at] for at, row in enumerate(places) if bool(item.is_known[at])} | rows
-            if rows:
-                kept = sorted(rows)
-                taps[tap] = torch.stack([rows[row] for row in kept]), kept
+                places = torch.tensor(last) if item.is_by_request else torch.arange(len(item.values))
+                new = (item.is_known & ~torch.isin(places, rows)).nonzero()[:, 0]
+                if len(new):
+                    values.append(source.columns.of(item.values)[new])
+                    rows = torch.cat([rows, places[new]])
+            if values:
+                order = rows.argsort()
+                taps[tap] = torch.cat(values)[order], rows[order].tolist()
         return taps

@@ -282,7 +282,7 @@ def test_the_map_says_what_the_table_of_the_page_says(fused_engine, checkpoints)
     hf = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32)
     learned = learn_map(engine, hf, dtype=torch.float32, numbers=numbers)
     work = [(next(numbers), PROMPTS[1], 0)]
-    forwards, logits, _ = run_step(engine, work, learned.teller, keep=lambda _forwards, _site, tensor: tensor.clone())
+    forwards, logits = run_step(engine, work, learned.teller, keep=lambda _forwards, _site, tensor: tensor.clone())
     shown = learned.teller.in_order(forwards, [RequestWork(PROMPTS[1], 0)])
     read = {tap: values for tap, (values, _rows) in learned.read(shown, last=[13]).items()}
     read[hf.graph.logits] = logits
