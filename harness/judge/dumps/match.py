@@ -13,16 +13,12 @@ from itertools import pairwise
 import torch
 
 from harness.base.metrics import rounding_unit
-from harness.engines.by_content.columns import limit_of_same
+from harness.engines.by_content.columns import LOOSE, fine_limit, limit_of_same
 from harness.formats.tensors import TensorFolder
 from harness.judge.dumps.fingerprint import AS_IT_IS, Fingerprint, Layout, sample
 from harness.judge.dumps.names import NameHints
 from harness.results.dumps import PairEvidence
 
-_LOOSE = 0.1
-"""Median relative difference of the elements up to which a tensor is near to another."""
-_LEAST_FINE, _FINE_ROUNDINGS = 2e-5, 24
-"""The same, up to which rounding may be all that differs."""
 _FIRST_SAMPLES, _LEAST_NEAR = 32, 0.3
 """Samples that are compared first, and the share of them that must be near."""
 _LEAST_VALUES = 16
@@ -220,7 +216,7 @@ class _Table:
     def near(self, one: View) -> Iterator[Edge]:
         """Yield the edges between a view and the nearest of these that are near to it."""
         first = _relative(one[2][:_FIRST_SAMPLES], self._samples[:, :_FIRST_SAMPLES])
-        places = ((first <= _LOOSE).sum(dim=1) >= _LEAST_NEAR * first.isfinite().sum(dim=1)).nonzero()[:, 0]
+        places = ((first <= LOOSE).sum(dim=1) >= _LEAST_NEAR * first.isfinite().sum(dim=1)).nonzero()[:, 0]
         differences = _relative(one[2], self._samples[places])
         distances = differences.nanmedian(dim=1).values
         distances[differences.isfinite().sum(dim=1) < _LEAST_VALUES] = torch.inf
@@ -230,8 +226,8 @@ class _Table:
             layouts = one[1], layout
             edge = Edge(tensors=(one[0], tensor), layouts=layouts, distance=distance, evidence=PairEvidence.CONTENT)
             fine = _IN_PART if layout.part else _AS_THEY_ARE if layouts == (AS_IT_IS, AS_IT_IS) else _EXCHANGED
-            if distance <= _LOOSE and edge.is_flattening:
-                is_fine = distance <= max(_LEAST_FINE, _FINE_ROUNDINGS * edge.unit)
+            if distance <= LOOSE and edge.is_flattening:
+                is_fine = distance <= fine_limit(edge.unit)
                 yield replace(edge, level=fine if is_fine else _LOOSELY)
 
 
