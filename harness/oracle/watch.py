@@ -380,6 +380,9 @@ class _NameOf(str):
 
     alias: str
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:  # a config is copied to be written
+        return _NameOf, (str(self), self.alias)
+
     def __eq__(self, value: object) -> bool:
         return super().__eq__(value) or self.alias == value
 

@@ -1,6 +1,7 @@
 """Find the cause of every wrong operation of a comparison."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 
@@ -53,6 +54,18 @@ def explain_run(comparison: Comparison, recording: Recording, expected: Golden, 
     if first is not None and first.tap in by_tap:
         first = replace(first, explanation=by_tap[first.tap])
     return replace(run, findings=findings, first_divergence=first)
+
+
+@contextmanager
+def wrong_operation(
+    comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel, tap: str
+) -> Iterator[WrongOperation | None]:
+    """Yield the wrong rows of a tap's operation, with its part of the model in float64; None without evidence."""
+    evidence = comparison.evidence.get(tap)
+    with torch.no_grad(), ExitStack() as stack:
+        explainer = _Explainer(comparison, recording, expected, hf, stack)
+        explainer.hold(hf.graph[tap], stack)
+        yield None if evidence is None else explainer.wrong_operation(evidence, stack)
 
 
 def _not_looked_for(errors: LocalErrors, where: str, begins: str) -> Explanation:
@@ -148,18 +161,22 @@ class _Explainer:
         is_bad = bool(errors.bad.any())
         where = scope(errors.rows, errors.bad, self.recording) if is_bad else ""
         with torch.no_grad(), ExitStack() as stack:
-            if not operation.is_kept and operation.module in self.modules:
-                part = self.hf.part_of(operation.module)
-                stack.enter_context(self.hf.weights.held(part))
-                stack.enter_context(upcast(torch.float64, self.hf.module(part)))
+            self.hold(operation, stack)
             if evidence is None and not is_bad:
                 return None
             if evidence is None:
                 return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
-            wrong = self._wrong_operation(evidence, stack)
+            wrong = self.wrong_operation(evidence, stack)
             if wrong is not None and errors.effect is not None and not is_bad:
                 return explain_direction(wrong, errors.effect)
             return None if wrong is None else _explained(wrong, where)
+
+    def hold(self, operation: Operation, stack: ExitStack) -> None:
+        """Hold the weights of the part of the model with an operation, in float64."""
+        if not operation.is_kept and operation.module in self.modules:
+            part = self.hf.part_of(operation.module)
+            stack.enter_context(self.hf.weights.held(part))
+            stack.enter_context(upcast(torch.float64, self.hf.module(part)))
 
     def _state_behind(self, operation: Operation) -> Explanation | None:
         """Return the cause of a wrong state from which the operation continues, if there is one."""
@@ -182,7 +199,8 @@ class _Explainer:
                 return explanation if explanation is not None and explanation.is_cause else None
         return None
 
-    def _wrong_operation(self, evidence: Evidence, stack: ExitStack) -> WrongOperation | None:
+    def wrong_operation(self, evidence: Evidence, stack: ExitStack) -> WrongOperation | None:
+        """Return the wrong rows of an operation with what was recorded around them; None if they were not recorded."""
         actual = gathered(self.locator, evidence.operation.tap, evidence.rows)
         if actual is None or actual.shape != evidence.expected.shape:
             return None

@@ -26,7 +26,7 @@ from harness.judge.compare.batch import RowSample
 from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.compare.propagated import what_logits_show
 from harness.judge.culprit import CULPRIT, SCRIPT, write_culprit
-from harness.judge.explain import explain_run
+from harness.judge.explain import explain_run, wrong_operation
 from harness.judge.jobs.opened import (
     followed_schedules,
     match_taps,
@@ -163,19 +163,21 @@ def _run_schedule(
             )
             result = comparison.result if plan.case.stops_early else explain_run(comparison, actual, golden, hf)
             if out is not None:
-                _keep_culprit(comparison, actual, hf, out / CULPRIT)
+                _keep_culprit(comparison, actual, golden, hf, out / CULPRIT)
             if serves:
                 report(f"{plan.case.engine}, {schedule}, as served", 0, 1)
                 result = with_served_run(result, plan, engine, schedule, actual, golden, hf, copies=copies)
             return replace(result, engine_s=engine_s)
 
 
-def _keep_culprit(comparison: Comparison, recording: Recording, hf: HFModel, folder: Path) -> None:
+def _keep_culprit(comparison: Comparison, recording: Recording, golden: Golden, hf: HFModel, folder: Path) -> None:
     """Write the operation of the first divergence by itself, if no earlier schedule has one."""
     first = comparison.result.first_divergence
-    evidence = None if first is None else comparison.evidence.get(first.tap)
-    if evidence is not None and not folder.exists():
-        write_culprit(evidence, recording, hf, folder)
+    if first is None or first.tap not in comparison.evidence or folder.exists():
+        return
+    with wrong_operation(comparison, recording, golden, hf, first.tap) as wrong:
+        if wrong is not None:
+            write_culprit(wrong, folder)
 
 
 def compare_planned(

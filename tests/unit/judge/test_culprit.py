@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import harness
 from harness.engines.by_content import StepEngine
@@ -79,3 +80,19 @@ def repair(script):
     text = script.read_text()
     assert 'tensors["actual"]' in text
     script.write_text(text.replace('tensors["actual"]', "result.double().float().double()"))
+
+
+def test_weights_that_lie_the_other_way_round(tmp_path):
+    """GPT-2 has its matrices as [in, out]."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path / "gpt2")
+    model.transformer.h[1].mlp.c_fc.weight.data[3] *= 3
+    report = harness.check(model, model=tmp_path / "gpt2", prompts=[PROMPT], max_new_tokens=2, out=tmp_path / "out")
+    assert report.first_divergence.tap == "transformer.h.1.mlp.c_fc"
+    script = tmp_path / "out" / "culprit" / "show.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    repair(script)
+    assert subprocess.run([sys.executable, str(script)], capture_output=True, check=False).returncode == 0

@@ -163,7 +163,7 @@ def test_tokens_and_counts_have_ways_of_their_own(explainer, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_way_of_an_operation(explainer, monkeypatch, tap, bad, effect, has_evidence, way):
-    monkeypatch.setattr(_Explainer, "_wrong_operation", lambda self, evidence, stack: "wrong rows")
+    monkeypatch.setattr(_Explainer, "wrong_operation", lambda self, evidence, stack: "wrong rows")
     monkeypatch.setattr(run, "_explained", lambda wrong, where: ("ranked", where))
     monkeypatch.setattr(run, "explain_direction", lambda failure, effect: ("direction", effect))
     monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: ("layers", args[-1]))
@@ -184,7 +184,7 @@ def test_a_cache_of_a_layer_that_did_not_run_is_explained_by_what_stands_behind_
 ):
     behind = SimpleNamespace(is_cause=is_cause, cause="did not run")
     monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: behind)
-    monkeypatch.setattr(_Explainer, "_wrong_operation", lambda self, evidence, stack: None)
+    monkeypatch.setattr(_Explainer, "wrong_operation", lambda self, evidence, stack: None)
     errors = {HEAD: errors_of([(0, 0)], [True], unrecorded=(f"model.layers.{layer}.up",))}
     caches = {CACHE: errors_of([(0, 0)], [True])}
     assert (explainer(errors, caches)._explain(OPERATIONS[1]) is behind) == is_said
@@ -229,10 +229,10 @@ def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(expla
                                roundings=torch.ones(len(places)), bound=torch.ones(len(places)), inputs=[],
                                dtype=torch.float32, views=(), unrecorded=(), part_inputs=None)  # fmt: skip
 
-    assert explainer()._wrong_operation(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
-    assert explainer()._wrong_operation(evidence(5, (0, 1), (1, 3)), ExitStack()) is None
-    assert explainer()._wrong_operation(evidence(4, (0, 1), (1, 0)), ExitStack()) is None
-    failure = explainer()._wrong_operation(evidence(4, (0, 1), (1, 3)), ExitStack())
+    assert explainer().wrong_operation(evidence(4, (0, 1), (1, 3)), ExitStack()) is not None
+    assert explainer().wrong_operation(evidence(5, (0, 1), (1, 3)), ExitStack()) is None
+    assert explainer().wrong_operation(evidence(4, (0, 1), (1, 0)), ExitStack()) is None
+    failure = explainer().wrong_operation(evidence(4, (0, 1), (1, 3)), ExitStack())
     assert torch.equal(failure.actual, torch.stack([KEYS[0, 1], KEYS[1, 3]]))
     assert isinstance(failure.locator, Locator)
 
