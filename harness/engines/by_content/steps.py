@@ -151,11 +151,11 @@ class SiteWatcher:
         self._calls[path] += 1
         self._look_up(path, ARGUMENTS, args)
 
-    def _look_up(self, path: str, what: str, given: Any, line: str = "", *, makes_numbers: bool = False) -> None:
-        """Show integers that something is given; begin a forward if it is one of the look-ups."""
+    def _look_up(self, path: str, what: str, arguments: Any, line: str = "", *, makes_numbers: bool = False) -> None:
+        """Show integers among the arguments; begin a forward if it is one of the look-ups."""
         if self._on_ids is None or (self._lookup_places is not None and (path, what) not in self._lookup_places):
             return
-        for place, ids in enumerate(_integers(given)):
+        for place, ids in enumerate(_integers(arguments)):
             lookup = Lookup(path, what, line, place)
             if self._lookups is not None and lookup not in self._lookups:
                 continue
