@@ -7,19 +7,29 @@ from typing import Any
 from harness.report.check.sentences import printable
 from harness.report.document import SCHEMA_VERSION, plain
 from harness.report.terminal import fitted_table
-from harness.results.trace import CriticalPath, FlameFrame, LinkKind, TraceDiff, TraceSummary
+from harness.results.trace import (
+    CriticalPath,
+    FlameFrame,
+    LinkKind,
+    OperatorChange,
+    PhaseChange,
+    TraceDiff,
+    TraceSummary,
+)
 
-_IDLE = ("host_late_us", "queued_us", "other_us")
+_IDLE = ("host_late_us", "queued_us", "in_graph_us", "other_us")
 MAX_ROWS = 20
 _MAX_PRODUCTS = 10
 """Rows of a table."""
+MAX_SIZES = 5
+"""Sizes of a phase that are shown."""
 _NAME_WIDTH = 60
 """A kernel's name holds its template arguments, thousands of characters of them."""
 
 
 def summary_text(summaries: Sequence[TraceSummary], *, peak_flops_per_s: float | None = None) -> str:
     """Return one block a file; products as shares of a peak where one is given."""
-    parts = [*(_summary(summary, peak_flops_per_s) for summary in summaries), _devices(summaries)]
+    parts = [*(_summary(summary, peak_flops_per_s) for summary in summaries), _devices(summaries), _graphs(summaries)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -79,25 +89,56 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
                     *(_cells(hidden.total_us, f"{hidden.hidden_share:.0%}") if hidden else ("-", "-")),
                 ]
             )
-    header = ["rank", "GPU span us", "busy", "host late us", "queued us", "other us"]
+    header = ["rank", "GPU span us", "busy", "host late us", "queued us", "in graph us", "other us"]
     header += ["launches", "delay us", "short", "comm us", "hidden"]
     return fitted_table(rows, header) if rows else ""
+
+
+def _graphs(summaries: Sequence[TraceSummary]) -> str:
+    """Return the replays of graphs: how long, how much of it idle, and which is the slowest."""
+    rows = [
+        [
+            *_cells(summary.rank if summary.rank is None else str(summary.rank), graph.num_nodes, graph.count),
+            *_cells(graph.call_us, graph.replay_us_median, graph.replay_us_max),
+            *_cells(f"#{graph.slowest} at {graph.slowest_at_us / 1e3:,.2f} ms"),
+            *_cells(graph.inside_idle_us, graph.between_idle_us),
+        ]
+        for summary in summaries
+        for device in summary.devices
+        for graph in device.graphs
+    ]
+    header = ["rank", "nodes a graph", "replays", "call us", "replay us", "slowest us", "slowest"]
+    return _limited(rows, [*header, "idle inside us", "idle between us"], num_names=1)
 
 
 def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
     parts = [f"{_shown(summary.path, 200)}: {summary.num_events:,} events in {summary.duration_us / 1e3:,.2f} ms"]
     if summary.phases:
-        rows = [_cells(phase.name, phase.count, phase.total_us) for phase in summary.phases]
-        parts.append(fitted_table(rows, ["phase", "steps", "us"]))
+        parts.append(_phases(summary))
     if summary.operations:
         operations = [
             _cells(row.phase, row.name, row.count, row.num_operators, row.total_us) for row in summary.operations
         ]
         parts.append(fitted_table(operations, ["phase", "operation", "count", "operators", "us"], num_names=2))
     parts += [_modules(summary), _module_kernels(summary), _products(summary, peak_flops_per_s)]
-    operators = [_cells(row.phase, row.name, row.count, row.self_us, row.total_us) for row in summary.operators]
+    operators = [_cells(row.phase, row.short_name, row.count, row.self_us, row.total_us) for row in summary.operators]
     parts.append(_limited(operators, ["phase", "operator", "count", "self us", "us"]))
     return "\n\n".join(part for part in parts if part)
+
+
+def _phases(summary: TraceSummary) -> str:
+    """Return the phases, each with its most frequent sizes below it."""
+    rows = []
+    for phase in summary.phases:
+        sizes = [size for size in phase.sizes if size.size]
+        shown = sizes[0].size if len(sizes) == 1 else f"{len(sizes)} sizes" if sizes else ""
+        rows.append([*_cells(phase.name, shown or None, phase.count, phase.total_us)])
+        rows += [
+            _cells(" ", f"  {item.size}", item.count, item.count * item.median_us)
+            for item in sizes[:MAX_SIZES]
+            if sizes[1:]
+        ]
+    return _limited(rows, ["phase", "size", "steps", "us"])
 
 
 def critical_paths_text(paths: Sequence[CriticalPath]) -> str:
@@ -127,38 +168,45 @@ def critical_path_text(path: CriticalPath) -> str:
 
 
 def diff_text(diff: TraceDiff) -> str:
-    """Return what ran more or less often, then what took another time."""
-    parts = [
-        f"the phase {_shown(name)} has {before:,} step{'s' * (before != 1)} before and {after:,} after: "
-        "counts of it differ for that"
-        for name, before, after in diff.steps
-        if before != after
+    """Return what made it slower, where the time of a step went, and what ran more often or took another time."""
+    parts = [printable(diff.sentence)]
+    parts += [
+        f"{_shown(phase)}: the steps before and after are of other sizes, and all of them are compared"
+        for phase in diff.unlike
     ]
-    counted = [
-        [*_cells(row.phase, row.name), *_change(row.num_operators_before, row.num_operators_after)]
-        for row in diff.operations
-        if row.is_of_count
-    ]
-    parts.append(_limited(counted, ["phase", "operation", "operators", "after", "change"]))
-    modules = [
-        [*_cells(row.name), *_change(row.num_operators_before, row.num_operators_after)]
-        for row in diff.modules
-        if row.is_of_count
-    ]
-    parts.append(_limited(modules, ["module", "operators", "after", "change"], num_names=1))
+    parts += [_phase_change(phase) for phase in diff.phases]
     for is_of_count in (True, False):
-        rows = [
-            [
-                *_cells(row.phase, row.name, row.count_before, row.count_after),
-                *_change(row.self_us_before, row.self_us_after),
-            ]
-            for row in diff.changes
-            if row.is_of_count == is_of_count
-        ]
-        parts.append(_limited(rows, ["phase", "operator", "count", "after", "self us", "after", "change"]))
+        rows = [_operator_change(row) for row in diff.changes if row.is_of_count == is_of_count]
+        header = ["phase", "", "a step" if is_of_count else "longer or shorter", "count", "after", "self us", "after"]
+        parts.append(_limited(rows, [*header, "change"], num_names=3))
     if not any(row.is_of_count for row in diff.changes):
-        parts.insert(0, "every operator runs as often as before; times differ from run to run, and are no finding")
+        parts.append("every operator runs as often as before; times differ from run to run, and are no finding")
     return "\n\n".join(part for part in parts if part)
+
+
+def _operator_change(row: OperatorChange) -> list[str]:
+    counts = row.count_before / row.num_steps_before, row.count_after / row.num_steps_after
+    times = row.self_us_before / row.num_steps_before, row.self_us_after / row.num_steps_after
+    return [*_cells(row.phase, row.category or row.device, row.short_name), *map(_number, counts), *_change(*times)]
+
+
+def _phase_change(phase: PhaseChange) -> str:
+    """Return the figures of a step of one phase that changed, and the time of it in any case."""
+    rows = [
+        [
+            measure.name,
+            *map(_number, (measure.before, measure.after)),
+            f"{'+' if measure.added > 0 else ''}{_number(measure.added)}",
+            "-" if measure.noise is None else _number(measure.noise),
+        ]
+        for measure in phase.measures
+        if measure.is_change or measure.name == "step us"
+    ]
+    return fitted_table(rows, [f"a step of {_shown(phase.phase)}", "before", "after", "change", "noise"])
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) or abs(value) >= 100 else f"{value:,.1f}"
 
 
 def _limited(rows: Sequence[Sequence[str]], header: Sequence[str], *, num_names: int = 2) -> str:
@@ -186,10 +234,10 @@ def diff_json(diff: TraceDiff) -> dict[str, Any]:
     """Return what changed between two traces."""
     return {
         "schema_version": SCHEMA_VERSION,
+        "sentence": diff.sentence,
+        "phases": plain(diff.phases),
+        "unlike": list(diff.unlike),
         "changes": plain(diff.changes),
-        "operations": plain(diff.operations),
-        "modules": plain(diff.modules),
-        "steps": [{"phase": name, "before": old, "after": new} for name, old, new in diff.steps],
     }
 
 

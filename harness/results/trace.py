@@ -2,16 +2,42 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSize:
+    """The steps of one phase and size."""
+
+    size: str
+    """In words, `32 requests`; empty where the annotations do not say it."""
+    count: int
+    median_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracePhase:
-    """The steps of one phase."""
+    """The steps of one phase, by the spans of their annotations."""
 
     name: str
     count: int
     """Steps."""
     total_us: float
+    sizes: tuple[PhaseSize, ...]
+    """The most frequent first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceStep:
+    """What one step cost, with the kernels that it launched, however late they ran."""
+
+    phase: str
+    size: str
+    begin_us: float
+    """From the first event of the trace; where the step before it was still running then, from its end."""
+    figures: dict[str, float]
+    """`step us` until its annotation and its last kernel have ended, `between steps us` since the one before it,
+    `device busy us` with streams side by side counted once, calls, operators, and kernels by category."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +45,14 @@ class TraceOperator:
     """One operator, or one kernel of the GPU, within one phase; every event of it is counted."""
 
     name: str
+    short_name: str
+    """For people: of a kernel without namespaces and arguments."""
+    category: str | None
+    """What a kernel is for, by its name; None for an operator."""
     phase: str | None
     """None outside of every phase."""
     device: str
-    """`cpu` for operators, `gpu` for kernels, copies and fills."""
+    """`cpu` for operators, `gpu` for kernels, copies and fills; `call` for the runtime's, `python` for functions."""
     count: int
     total_us: float
     """Of one that calls itself, both."""
@@ -110,13 +140,15 @@ class IdleTime:
     """The next kernel was launched when the one before it had ended: the host is too slow."""
     queued_us: float
     """Two kernels were queued, and less than 30 ns apart."""
+    in_graph_us: float
+    """Between two nodes of one replay of a graph."""
     other_us: float
     """The kernel was launched in time and began later: it waited for another stream, a copy or an event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
-    """The calls that launched a device's kernels, copies and fills."""
+    """The calls that launched a device's kernels, copies and fills; one call launches a whole graph."""
 
     num_launches: int
     num_unknown: int
@@ -124,10 +156,32 @@ class Launches:
     call_us: float
     """Spent in the calls."""
     delay_us_median: float
-    """From the end of the call to the begin of the kernel."""
+    """From the end of the call to the begin of its first kernel."""
     delay_us_max: float
     num_shorter_than_launch: int
-    """Kernels that took less time than the call that launched them."""
+    """Calls whose kernels together took less time than the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphReplays:
+    """The replays of graphs with one number of nodes on a device."""
+
+    num_nodes: int
+    """Kernels, copies and fills of a replay."""
+    count: int
+    call_us: float
+    """Spent in the launching calls."""
+    replay_us_median: float
+    """From the begin of a replay's first node to the end of its last."""
+    replay_us_max: float
+    slowest: int
+    """Index of the slowest replay among these, in order of time."""
+    slowest_at_us: float
+    """Its begin, from the first event of the trace."""
+    inside_idle_us: float
+    """Within all replays, while no node ran."""
+    between_idle_us: float
+    """Between a replay and the next of the same size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +205,7 @@ class Communication:
 class DeviceActivity:
     """One GPU in a trace."""
 
+    IN_DOCUMENT: ClassVar = ("num_launches",)
     device: int
     """Number of the process that its events are under, in order of appearance."""
     span_us: float
@@ -160,8 +215,15 @@ class DeviceActivity:
     idle: tuple[IdleTime, ...]
     """By stream."""
     launches: Launches
+    graphs: tuple[GraphReplays, ...]
+    """By number of nodes; empty without graphs."""
     communication: Communication | None
     """None without collectives."""
+
+    @property
+    def num_launches(self) -> int:
+        """Calls that launched something; a graph is one."""
+        return self.launches.num_launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +237,12 @@ class TraceSummary:
     """From the begin of the first event to the end of the last."""
     phases: tuple[TracePhase, ...]
     """In order of their first step."""
+    steps: tuple[TraceStep, ...]
+    """In order of time; those within others are left out. Of a trace without steps, one that is all of it."""
     operators: tuple[TraceOperator, ...]
     """The one with the longest time of its own first."""
+    host: tuple[TraceOperator, ...]
+    """Calls of the device's runtime, and Python functions; empty where no difference is made."""
     operations: tuple[TraceOperation, ...]
     """In order of their first appearance; empty for a trace without spans of ours."""
     modules: tuple[TraceModule, ...] = ()
@@ -241,41 +307,75 @@ class CriticalPath:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One figure of a step, before and after: medians over the steps."""
+
+    name: str
+    """As in `TraceStep.figures`; it ends with `us` if it is a time."""
+    before: float
+    after: float
+    noise: float | None
+    """What the change would be from run to run, by the spread of the steps; None for single steps."""
+
+    @property
+    def added(self) -> float:
+        """After minus before."""
+        return self.after - self.before
+
+    @property
+    def is_change(self) -> bool:
+        """Whether it changed by more than noise, and by a hundredth."""
+        return abs(self.added) > max(self.noise or 0.0, 0.01 * abs(self.before))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseChange:
+    """The steps of one phase, before and after."""
+
+    phase: str
+    num_steps_before: int
+    num_steps_after: int
+    sizes_before: tuple[str, ...]
+    """The most frequent first; empty where the annotations do not say them."""
+    sizes_after: tuple[str, ...]
+    measures: tuple[Measure, ...]
+    """`step us` first, then where the time went."""
+
+    def measure(self, name: str) -> Measure:
+        """Return the measure of that name; of one that neither side has, zeros."""
+        none = Measure(name=name, before=0.0, after=0.0, noise=None)
+        return next((measure for measure in self.measures if measure.name == name), none)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorChange:
-    """One operator or kernel within one phase, before and after; counts are 0 if it does not occur."""
+    """One operator, kernel, call, Python function, operation or module within one phase; 0 if it does not occur.
+
+    The counts and times of an `operation` are of the operators in it and of all of it, those of a `module` likewise.
+    """
 
     phase: str | None
     name: str
+    short_name: str
+    category: str | None
     device: str
     count_before: int
     count_after: int
     self_us_before: float
     self_us_after: float
+    num_steps_before: int
+    """Of the phase; 1 outside of every phase, or where one side has no such step."""
+    num_steps_after: int
 
     @property
     def is_of_count(self) -> bool:
-        """Whether it runs more or less often: such a change is exact, one of time may be noise."""
-        return self.count_before != self.count_after
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationChange:
-    """One named operation within one phase, before and after."""
-
-    phase: str | None
-    name: str
-    count_before: int
-    count_after: int
-    num_operators_before: int
-    num_operators_after: int
-    total_us_before: float
-    total_us_after: float
+        """Whether it runs more or less often in a step: such a change is exact, one of time may be noise."""
+        return self.count_before * self.num_steps_after != self.count_after * self.num_steps_before
 
     @property
-    def is_of_count(self) -> bool:
-        """Whether it runs, or what it calls runs, more or less often."""
-        before = self.count_before, self.num_operators_before
-        return before != (self.count_after, self.num_operators_after)
+    def added_us(self) -> float:
+        """More time in a step; negative if less."""
+        return self.self_us_after / self.num_steps_after - self.self_us_before / self.num_steps_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,15 +384,11 @@ class TraceDiff:
 
     before: TraceSummary
     after: TraceSummary
+    sentence: str
+    """What made it slower, or faster, or that nothing did."""
+    phases: tuple[PhaseChange, ...]
+    """Those that both have."""
+    unlike: tuple[str, ...]
+    """Phases whose steps are of other sizes before and after."""
     changes: tuple[OperatorChange, ...]
     """Changes of count first, then those of time alone; the largest first in either part."""
-    operations: tuple[OperationChange, ...]
-    """Likewise, for the spans of an engine that names its operations."""
-    modules: tuple[OperationChange, ...] = ()
-    """Likewise, for the `nn.Module`s of both traces; of no phase."""
-
-    @property
-    def steps(self) -> tuple[tuple[str, int, int], ...]:
-        """Phase, steps before and steps after: unequal ones change every count."""
-        before, after = ({phase.name: phase.count for phase in side.phases} for side in (self.before, self.after))
-        return tuple((name, before.get(name, 0), after.get(name, 0)) for name in dict.fromkeys([*before, *after]))

@@ -73,15 +73,14 @@ def diff(
     phase_pattern: PhasePattern = None,
     format: Annotated[str, forms.TRACE_DIFF.option()] = "human",
 ) -> int:
-    """Compare the operators of two traces.
+    """Tell what made the steps of a trace slower.
 
-    Shows operators that run more or less often in B than in A, or whose time differs.
+    Compares steps of like size: the time of a step, where it went, and operators, kernels, calls and Python functions
+    that run more or less often in B than in A, or whose time differs.
     """
-    from harness.profiling.trace.summary import diff_traces, summarize
+    from harness.profiling.trace.compare import diff_files
 
-    pattern = _compiled(phase_pattern)
-    changes = diff_traces(summarize(before, pattern), summarize(after, pattern))
-    forms.TRACE_DIFF.show(changes, format)
+    forms.TRACE_DIFF.show(diff_files(before, after, _compiled(phase_pattern)), format)
     return ExitStatus.PASS
 
 

@@ -15,7 +15,7 @@ from harness.errors import Code, HarnessError
 from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, Block, DeviceSnapshot, Event, read_snapshot
 from harness.profiling.memory.timeline import history_timeline, stack
 from harness.profiling.trace.file import GZIP_MAGIC, Trace, read_trace
-from harness.profiling.trace.summary import phase_spans
+from harness.profiling.trace.phases import find_steps
 from harness.profiling.trace.tables import MemoryEvent, memory_events
 from harness.results.memory import (
     DeviceMemory,
@@ -82,8 +82,8 @@ def _growth(trace: Trace, events: Sequence[MemoryEvent]) -> Iterator[StepGrowth]
     times = np.array([item.time_us for item in events])
     in_use = np.cumsum([0, *(item.num_bytes for item in events)])
     ends: dict[str, list[float]] = {}
-    for event, phase in phase_spans(trace):
-        ends.setdefault(phase, []).append(float(trace.end_ns[event]) / 1e3)
+    for step in find_steps(trace):
+        ends.setdefault(step.phase, []).append(float(trace.end_ns[step.event]) / 1e3)
     for phase, step_ends in ends.items():
         after = in_use[np.searchsorted(times, step_ends, side="right")]
         yield StepGrowth(phase=phase, num_steps=len(step_ends), first_bytes=int(after[0]), last_bytes=int(after[-1]))

@@ -17,13 +17,13 @@ from harness.errors import Code, HarnessError
 from harness.profiling.trace.device import (
     COMMUNICATION,
     COPIES,
-    KERNEL_CATEGORIES,
     LAUNCH_CATEGORY,
     QUEUED_NS,
     is_of_device,
     launch_of,
 )
 from harness.profiling.trace.file import Trace
+from harness.profiling.trace.phases import find_steps
 from harness.results.trace import CriticalPath, LinkKind, PathLink
 
 NO_EVENT = -1
@@ -140,11 +140,7 @@ def _region(trace: Trace, within: re.Pattern[str] | None, instance: int) -> tupl
         is_timed = trace.are(lambda category, _: category != "Trace")
         return int(trace.start_ns[is_timed].min(initial=0)), int(trace.end_ns[is_timed].max(initial=0))
 
-    def is_step(category: str, name: str) -> bool:
-        is_on_gpu = category in KERNEL_CATEGORIES or category.startswith("gpu_")  # torch repeats annotations there
-        return not is_on_gpu and bool(within.search(name))
-
-    steps = np.flatnonzero(trace.are(is_step))
+    steps = find_steps(trace, within)
     if not -len(steps) <= instance < len(steps):
         raise HarnessError(
             Code.BAD_OPTION,
@@ -153,7 +149,7 @@ def _region(trace: Trace, within: re.Pattern[str] | None, instance: int) -> tupl
             expected="a regular expression that the name of a step matches",
             hint="`harness trace summary` names the phases",
         )
-    step = steps[np.argsort(trace.start_ns[steps], kind="stable")][instance]
+    step = steps[instance].event
     begin, end = int(trace.start_ns[step]), int(trace.end_ns[step])
     kernels = np.flatnonzero(trace.are(is_of_device))
     launch = launch_of(trace, kernels)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.profiling.trace.file import NO_CORRELATION, Trace
-from harness.results.trace import Communication, DeviceActivity, IdleTime, Launches
+from harness.results.trace import Communication, DeviceActivity, GraphReplays, IdleTime, Launches
 
 KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}
 """Older versions of torch use capitals."""
@@ -24,6 +24,8 @@ def is_of_device(category: str, _name: str) -> bool:
 
 LAUNCH_CATEGORY = re.compile(r"\w+_(?:runtime|driver)$|Runtime$")
 """Of any kind of device: `cuda_runtime`, `xpu_runtime`, ..."""
+GRAPH_LAUNCH = re.compile(r"(?:cu|cuda|hip)GraphLaunch")
+"""One call that launches all kernels of a graph; they share its correlation id."""
 COMMUNICATION = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
 COPIES = KERNEL_CATEGORIES - {"kernel", "Kernel"}
 QUEUED_NS = 30
@@ -58,9 +60,10 @@ def _activity(trace: Trace, number: int, kernels: NDArray[np.int64]) -> DeviceAc
     return DeviceActivity(
         device=number,
         span_us=float(end.max() - start.min()) / 1e3,
-        busy_us=_covered(start, end) / 1e3,
+        busy_us=covered(start, end) / 1e3,
         idle=tuple(_idle(trace, kernels, launch)),
         launches=_launches(trace, kernels, launch),
+        graphs=tuple(_graphs(trace, kernels, launch)),
         communication=_communication(trace, kernels),
     )
 
@@ -73,28 +76,63 @@ def _idle(trace: Trace, kernels: NDArray[np.int64], launch: NDArray[np.int64]) -
         start = trace.start_ns[kernels[in_stream]]
         ends = np.maximum.accumulate(start + trace.duration_ns[kernels[in_stream]])
         gap, before = start[1:] - ends[:-1], ends[:-1]
-        caller = launch[in_stream][1:]
+        caller = launch[in_stream]
         is_gap = gap > 0
-        is_late = is_gap & (caller >= 0) & (trace.start_ns[caller] > before)
-        is_queue = is_gap & ~is_late & (gap < QUEUED_NS)
-        sums = [float(gap[chosen].sum()) / 1e3 for chosen in (is_late, is_queue, is_gap & ~is_late & ~is_queue)]
-        yield IdleTime(stream=int(stream), host_late_us=sums[0], queued_us=sums[1], other_us=sums[2])
+        is_in_graph = is_gap & (caller[1:] == caller[:-1]) & (caller[1:] >= 0)
+        is_late = is_gap & ~is_in_graph & (caller[1:] >= 0) & (trace.start_ns[caller[1:]] > before)
+        is_queue = is_gap & ~is_in_graph & ~is_late & (gap < QUEUED_NS)
+        is_other = is_gap & ~is_in_graph & ~is_late & ~is_queue
+        late_us, queued_us, in_graph_us, other_us = (
+            float(gap[chosen].sum()) / 1e3 for chosen in (is_late, is_queue, is_in_graph, is_other)
+        )
+        yield IdleTime(
+            stream=int(stream), host_late_us=late_us, queued_us=queued_us, in_graph_us=in_graph_us, other_us=other_us
+        )
 
 
 def _launches(trace: Trace, kernels: NDArray[np.int64], launch: NDArray[np.int64]) -> Launches:
+    """Count the calls: a graph's launch is one, and its delay ends with its first kernel."""
     known = launch >= 0
-    calls, launched = launch[known], kernels[known]
-    delay = np.maximum(trace.start_ns[launched] - trace.start_ns[calls] - trace.duration_ns[calls], 0) / 1e3
-    in_call = trace.duration_ns[calls] / 1e3
-    is_short = trace.duration_ns[launched] < trace.duration_ns[calls]
+    calls, call_of_kernel = np.unique(launch[known], return_inverse=True)
+    first = np.full(len(calls), np.iinfo(np.int64).max)
+    np.minimum.at(first, call_of_kernel, trace.start_ns[kernels[known]])
+    work_ns = np.bincount(call_of_kernel, weights=trace.duration_ns[kernels[known]], minlength=len(calls))
+    delay = np.maximum(first - trace.end_ns[calls], 0) / 1e3
     return Launches(
-        num_launches=int(known.sum()),
+        num_launches=len(calls),
         num_unknown=int((~known).sum()),
-        call_us=float(in_call.sum()),
+        call_us=float(trace.duration_ns[calls].sum()) / 1e3,
         delay_us_median=float(np.median(delay)) if len(delay) else 0.0,
         delay_us_max=float(delay.max(initial=0.0)),
-        num_shorter_than_launch=int(is_short.sum()),
+        num_shorter_than_launch=int((work_ns < trace.duration_ns[calls]).sum()),
     )
+
+
+def _graphs(trace: Trace, kernels: NDArray[np.int64], launch: NDArray[np.int64]) -> Iterator[GraphReplays]:
+    """Yield the replays of graphs by their number of nodes: the trace has no other name for a graph."""
+    is_graph = trace.are(lambda category, name: LAUNCH_CATEGORY.match(category) and GRAPH_LAUNCH.match(name))
+    nodes = np.flatnonzero((launch >= 0) & is_graph[launch])
+    calls, replay, num_nodes = np.unique(launch[nodes], return_inverse=True, return_counts=True)
+    events = np.split(kernels[nodes[np.argsort(replay, kind="stable")]], np.cumsum(num_nodes)[:-1])
+    start = np.array([trace.start_ns[inside].min() for inside in events if len(inside)], np.int64)
+    end = np.array([trace.end_ns[inside].max() for inside in events if len(inside)], np.int64)
+    busy = np.array([covered(trace.start_ns[inside], trace.end_ns[inside]) for inside in events], np.int64)
+    for size in np.unique(num_nodes):
+        same = np.flatnonzero(num_nodes == size)
+        same = same[np.argsort(start[same])]
+        taken = (end - start)[same]
+        slowest = int(np.argmax(taken))
+        yield GraphReplays(
+            num_nodes=int(size),
+            count=len(same),
+            call_us=float(trace.duration_ns[calls[same]].sum()) / 1e3,
+            replay_us_median=float(np.median(taken)) / 1e3,
+            replay_us_max=float(taken[slowest]) / 1e3,
+            slowest=slowest,
+            slowest_at_us=float(start[same[slowest]]) / 1e3,
+            inside_idle_us=float(np.maximum(taken - busy[same], 0).sum()) / 1e3,
+            between_idle_us=float(np.maximum(start[same][1:] - end[same][:-1], 0).sum()) / 1e3,
+        )
 
 
 def _communication(trace: Trace, kernels: NDArray[np.int64]) -> Communication | None:
@@ -105,16 +143,16 @@ def _communication(trace: Trace, kernels: NDArray[np.int64]) -> Communication | 
         return None
     start, end = trace.start_ns[kernels], trace.end_ns[kernels]
     computing = ~is_collective & ~is_copy
-    total = _covered(start[is_collective], end[is_collective])
-    compute = _covered(start[computing], end[computing])
+    total = covered(start[is_collective], end[is_collective])
+    compute = covered(start[computing], end[computing])
     both = is_collective | computing
-    hidden = total + compute - _covered(start[both], end[both])
+    hidden = total + compute - covered(start[both], end[both])
     return Communication(
         num_kernels=int(is_collective.sum()), total_us=total / 1e3, hidden_us=hidden / 1e3, compute_us=compute / 1e3
     )
 
 
-def _covered(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
+def covered(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
     """Return the time that at least one of these intervals covers."""
     if not len(start):
         return 0

@@ -1,24 +1,25 @@
-"""A Chrome trace of torch, summed up by phase, operation, operator and matrix product, and compared with another."""
+"""A Chrome trace of torch, summed up by phase, operation, operator and matrix product."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harness.base.files import parse_json
 from harness.base.memory import collecting_no_garbage
-from harness.profiling.trace.device import device_activity, is_of_device, launch_of
+from harness.profiling.trace.device import LAUNCH_CATEGORY, device_activity, is_of_device, launch_of
 from harness.profiling.trace.file import Trace, read_trace
+from harness.profiling.trace.kernels import category_of, readable
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, module_times, nest
+from harness.profiling.trace.phases import Step, find_steps
+from harness.profiling.trace.steps import measure_steps, step_of_events
 from harness.profiling.trace.tables import SPAN, STEP
 from harness.results.trace import (
-    OperationChange,
-    OperatorChange,
-    TraceDiff,
-    TraceModule,
+    PhaseSize,
     TraceOperation,
     TraceOperator,
     TracePhase,
@@ -92,11 +93,10 @@ def _flops(name: str, shapes: str) -> int | None:
 
 # Capitals are of older versions of torch; lists of events that are not the profiler's own have no category.
 _OPERATOR_CATEGORIES = {"cpu_op", "Operator", ""}
-_STATED_PHASE = re.compile(r"([^\[\]]+)\[.*\]$")
-"""A step that says what it computes: `decode[bs=1 toks=1 kv=128]`."""
-_STEP_NUMBER = re.compile(r"#\d+$")
 _LAYER_PREFIX = re.compile(r"^model\.layers\.\d+\.")
 _LAYER = re.compile(r"^model\.layers\.\d+$")
+_ADDRESS = re.compile(r" object at 0x[0-9a-f]+")
+"""In the names of Python's built-in methods: another one in each process."""
 
 
 def summarize(path: Path, phase_pattern: re.Pattern[str] | None = None) -> TraceSummary:
@@ -112,16 +112,30 @@ def summarize(path: Path, phase_pattern: re.Pattern[str] | None = None) -> Trace
         return summarize_trace(read_trace(path), str(path), phase_pattern)
 
 
-def summarize_trace(trace: Trace, path: str, phase_pattern: re.Pattern[str] | None = None) -> TraceSummary:
-    """Sum up a trace that has been read."""
-    columns = _Columns(trace, phase_pattern)
+def summarize_trace(
+    trace: Trace,
+    path: str,
+    phase_pattern: re.Pattern[str] | None = None,
+    *,
+    steps: Sequence[Step] | None = None,
+    with_host: bool = False,
+) -> TraceSummary:
+    """Sum up a trace that has been read.
+
+    Of the annotated steps only `steps`, where these are passed; `with_host` adds calls of the runtime and Python.
+    """
+    if steps is None:
+        steps = find_steps(trace, phase_pattern)
+    columns = _Columns(trace, steps)
     modules, module_kernels = module_times(trace)
     return TraceSummary(
         path=path,
         num_events=trace.num_events,
         duration_us=columns.duration_us,
         phases=tuple(columns.phases()),
+        steps=measure_steps(trace, steps),
         operators=tuple(sorted(columns.operators(), key=lambda operator: operator.self_us, reverse=True)),
+        host=tuple(columns.host()) if with_host else (),
         operations=tuple(columns.operations()),
         modules=modules,
         module_kernels=module_kernels,
@@ -134,15 +148,16 @@ def summarize_trace(trace: Trace, path: str, phase_pattern: re.Pattern[str] | No
 class _Columns:
     """A trace's columns, and those that follow from them."""
 
-    def __init__(self, trace: Trace, phase_pattern: re.Pattern[str] | None) -> None:
+    def __init__(self, trace: Trace, steps: Sequence[Step]) -> None:
         self._trace = trace
         self._is_span = trace.are(_is_span)
         self._is_operator = trace.are(lambda category, _: category in _OPERATOR_CATEGORIES) & ~self._is_span
         self._is_kernel = trace.are(is_of_device)
         self._is_timed = trace.are(lambda category, _: category != "Trace")
-        self._spans = phase_spans(trace) if phase_pattern is None else _matching_spans(trace, phase_pattern)
-        self._phase_names = tuple(dict.fromkeys(name for _, name in self._spans))
-        self._phase = self._phases_of_events()
+        self._steps = steps
+        self._phase_names = tuple(dict.fromkeys(step.phase for step in steps))
+        numbers = np.array([self._phase_names.index(step.phase) for step in steps] + [NOT_NESTED], np.int64)
+        self._phase = numbers[step_of_events(trace, steps)]
         self._parent = nest(trace, np.flatnonzero(self._is_operator | self._is_span))
 
     @property
@@ -152,21 +167,40 @@ class _Columns:
         return float((end.max() - start.min()) / 1e3) if len(start) else 0.0
 
     def phases(self) -> Iterator[TracePhase]:
-        durations: dict[str, list[int]] = {name: [] for name in self._phase_names}
-        for event, name in self._spans:
-            durations[name].append(int(self._trace.duration_ns[event]))
-        for name, durations_ns in durations.items():
-            yield TracePhase(name=name, count=len(durations_ns), total_us=sum(durations_ns) / 1e3)
+        times: dict[str, dict[str, list[float]]] = {name: {} for name in self._phase_names}
+        for step in self._steps:
+            times[step.phase].setdefault(step.size, []).append(float(self._trace.duration_ns[step.event]) / 1e3)
+        for name, by_size in times.items():
+            sizes = [PhaseSize(size=size, count=len(us), median_us=median(us)) for size, us in by_size.items()]
+            yield TracePhase(
+                name=name,
+                count=sum(size.count for size in sizes),
+                total_us=sum(map(sum, by_size.values())),
+                sizes=tuple(sorted(sizes, key=lambda size: -size.count)),
+            )
 
     def operators(self) -> Iterator[TraceOperator]:
-        starts, durations, ends = self._trace.start_ns, self._trace.duration_ns, self._trace.end_ns
-        calling = innermost(self._parent, self._is_operator)
-        called = np.flatnonzero(self._is_operator & (calling != NOT_NESTED))
-        inside = np.minimum(ends[called], ends[calling[called]]) - starts[called]
-        within = np.bincount(calling[called], weights=inside, minlength=len(durations))
-        self_ns = np.maximum(durations - within, 0)
+        self_ns = self._self_ns(innermost(self._parent, self._is_operator), self._is_operator)
         yield from self._grouped(np.flatnonzero(self._is_operator), self_ns, "cpu")
         yield from self._grouped(np.flatnonzero(self._is_kernel), self_ns, "gpu")
+
+    def host(self) -> Iterator[TraceOperator]:
+        """Sum up the calls of the device's runtime, and the Python functions without what they call."""
+        is_call = self._trace.are(lambda category, _: LAUNCH_CATEGORY.match(category))
+        is_python = self._trace.are(lambda category, _: category == "python_function")
+        chosen = is_call | is_python | self._is_operator
+        self_ns = self._self_ns(nest(self._trace, np.flatnonzero(chosen)), chosen)
+        yield from self._grouped(np.flatnonzero(is_call), self_ns, "call")
+        is_line = is_python & self._trace.are(lambda _, name: not name.startswith("nn.Module"))
+        yield from self._grouped(np.flatnonzero(is_line), self_ns, "python")
+
+    def _self_ns(self, calling: NDArray[np.int64], chosen: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return the time of each event without that of the chosen ones that it calls."""
+        starts, durations, ends = self._trace.start_ns, self._trace.duration_ns, self._trace.end_ns
+        called = np.flatnonzero(chosen & (calling != NOT_NESTED))
+        inside = np.minimum(ends[called], ends[calling[called]]) - starts[called]
+        within = np.bincount(calling[called], weights=inside, minlength=len(durations))
+        return np.asarray(np.maximum(durations - within, 0), np.float64)
 
     def operations(self) -> Iterator[TraceOperation]:
         """Sum up our spans; those around a whole layer or step hold others, and are no operations."""
@@ -192,7 +226,7 @@ class _Columns:
 
     def _grouped(self, events: NDArray[np.int64], self_ns: NDArray[np.float64], device: str) -> Iterator[TraceOperator]:
         """Yield one sum for each phase and name."""
-        names = [name for _, name in self._trace.labels]
+        names = [_ADDRESS.sub("", name) for _, name in self._trace.labels]
         number = {name: index for index, name in enumerate(dict.fromkeys(names))}
         name_of_label = np.array([number[name] for name in names], np.int64)
         keys = (self._phase[events] + 1) * max(1, len(number)) + name_of_label[self._trace.label[events]]
@@ -204,6 +238,8 @@ class _Columns:
             phase, name = divmod(int(key), len(number))
             yield TraceOperator(
                 name=by_number[name],
+                short_name=readable(by_number[name]) if device == "gpu" else by_number[name],
+                category=category_of(by_number[name]) if device == "gpu" else None,
                 phase=self._phase_name(phase - 1),
                 device=device,
                 count=int(count),
@@ -214,137 +250,7 @@ class _Columns:
     def _phase_name(self, number: int) -> str | None:
         return None if number < 0 else self._phase_names[number]
 
-    def _phases_of_events(self) -> NDArray[np.int64]:
-        """Return the number of each event's phase, -1 outside: by time on the CPU, on the GPU by what launched it."""
-        trace = self._trace
-        phase = np.full(len(trace.label), NOT_NESTED)
-        process = trace.processes[trace.thread] if len(trace.processes) else np.zeros(0, np.int32)
-        on_cpu = np.flatnonzero(~self._is_kernel)
-        on_cpu = on_cpu[np.argsort(trace.start_ns[on_cpu], kind="stable")]
-        starts = trace.start_ns[on_cpu]
-        numbers = {name: number for number, name in enumerate(self._phase_names)}
-        for span, name in self._spans:  # those further inside come later, and win
-            begin = trace.start_ns[span]
-            low, high = np.searchsorted(starts, (begin, begin + trace.duration_ns[span]))
-            covered = on_cpu[low:high]
-            phase[covered[process[covered] == process[span]]] = numbers[name]
-        kernels = np.flatnonzero(self._is_kernel)
-        launch = launch_of(trace, kernels)
-        phase[kernels[launch >= 0]] = phase[launch[launch >= 0]]
-        return phase
-
-
-def phase_spans(trace: Trace) -> list[tuple[int, str]]:
-    """Return the events that are steps of a phase, and the phase of each, in order of their start.
-
-    Where some annotations say what a step computes, only these count. Elsewhere every annotation does, without the
-    number of the step.
-    """
-    is_phase = trace.are(lambda category, name: category == "user_annotation" and not _is_span(category, name))
-    events = np.flatnonzero(is_phase)
-    events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
-    names = list(map(trace.name_of, events.tolist()))
-    stated = [_STATED_PHASE.match(name) for name in names]
-    if any(stated):
-        return [(int(event), match[1]) for event, match in zip(events, stated, strict=True) if match]
-    return [(int(event), _STEP_NUMBER.sub("", name)) for event, name in zip(events, names, strict=True)]
-
-
-def _matching_spans(trace: Trace, pattern: re.Pattern[str]) -> list[tuple[int, str]]:
-    """Return the events of the CPU whose names match, and the phase of each, in order of their start."""
-    is_step = trace.are(lambda category, name: not is_of_device(category, name) and pattern.search(name))
-    events = np.flatnonzero(is_step)
-    events = events[np.lexsort((-trace.duration_ns[events], trace.start_ns[events]))]
-    spans = []
-    for event in events.tolist():
-        match = pattern.search(trace.name_of(event))
-        assert match is not None
-        spans.append((event, (match[1] if pattern.groups else None) or match[0]))
-    return spans
-
 
 def _is_span(category: str, name: str) -> bool:
     """Whether events are spans of ours: annotations, and operators in traces of before."""
     return category in ("cpu_op", "user_annotation") and bool(SPAN.match(name))
-
-
-_Row = TypeVar("_Row", TraceModule, TraceOperation, TraceOperator)
-
-
-def diff_traces(before: TraceSummary, after: TraceSummary) -> TraceDiff:
-    """Compare two summaries; what is the same to the last event and nanosecond is left out."""
-    return TraceDiff(
-        before=before,
-        after=after,
-        changes=tuple(sorted(_operators(before, after), key=_operator_size, reverse=True)),
-        operations=tuple(sorted(_operations(before, after), key=_operation_size, reverse=True)),
-        modules=tuple(sorted(_modules(before, after), key=_operation_size, reverse=True)),
-    )
-
-
-def _operators(before: TraceSummary, after: TraceSummary) -> Iterator[OperatorChange]:
-    pairs = _paired(before.operators, after.operators, lambda row: (row.phase, row.name, row.device))
-    for (phase, name, device), old, new in pairs:
-        change = OperatorChange(
-            phase=phase,
-            name=name,
-            device=device,
-            count_before=old.count if old else 0,
-            count_after=new.count if new else 0,
-            self_us_before=old.self_us if old else 0.0,
-            self_us_after=new.self_us if new else 0.0,
-        )
-        if change.is_of_count or change.self_us_before != change.self_us_after:
-            yield change
-
-
-def _operations(before: TraceSummary, after: TraceSummary) -> Iterator[OperationChange]:
-    for (phase, name), old, new in _paired(before.operations, after.operations, lambda row: (row.phase, row.name)):
-        yield from _changed(phase, name, old, new)
-
-
-def _modules(before: TraceSummary, after: TraceSummary) -> Iterator[OperationChange]:
-    for path, old, new in _paired(before.modules, after.modules, lambda module: module.path):
-        yield from _changed(None, path, old, new)
-
-
-def _changed(
-    phase: str | None, name: str, old: TraceOperation | TraceModule | None, new: TraceOperation | TraceModule | None
-) -> Iterator[OperationChange]:
-    """Yield how an operation or a module changed, if it did."""
-    change = OperationChange(
-        phase=phase,
-        name=name,
-        count_before=old.count if old else 0,
-        count_after=new.count if new else 0,
-        num_operators_before=old.num_operators if old else 0,
-        num_operators_after=new.num_operators if new else 0,
-        total_us_before=old.total_us if old else 0.0,
-        total_us_after=new.total_us if new else 0.0,
-    )
-    if change.is_of_count or change.total_us_before != change.total_us_after:
-        yield change
-
-
-_Key = TypeVar("_Key")
-
-
-def _paired(
-    before: Iterable[_Row], after: Iterable[_Row], key: Callable[[_Row], _Key]
-) -> Iterator[tuple[_Key, _Row | None, _Row | None]]:
-    old: dict[_Key, _Row] = {key(row): row for row in before}
-    new: dict[_Key, _Row] = {key(row): row for row in after}
-    for row_key in dict.fromkeys([*old, *new]):
-        yield row_key, old.get(row_key), new.get(row_key)
-
-
-def _operator_size(change: OperatorChange) -> tuple[int, float]:
-    return abs(change.count_after - change.count_before), abs(change.self_us_after - change.self_us_before)
-
-
-def _operation_size(change: OperationChange) -> tuple[int, int, float]:
-    return (
-        abs(change.count_after - change.count_before),
-        abs(change.num_operators_after - change.num_operators_before),
-        abs(change.total_us_after - change.total_us_before),
-    )

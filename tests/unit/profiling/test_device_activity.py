@@ -6,10 +6,11 @@ import re
 
 import pytest
 
+from harness.profiling.trace.compare import diff_traces
 from harness.profiling.trace.device import device_activity
 from harness.profiling.trace.file import read_trace, trace_files
 from harness.profiling.trace.nesting import flame
-from harness.profiling.trace.summary import diff_traces, summarize
+from harness.profiling.trace.summary import summarize
 from harness.report.trace import flame_html
 
 from .cuda_trace import KERNELS, cuda_trace, write_ranks
@@ -102,8 +103,8 @@ def test_a_difference_names_modules(ranks, tmp_path):
     path = tmp_path / "more.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump(document, file)
-    (change,) = diff_traces(summarize(ranks[0]), summarize(path)).modules
-    assert (change.name, change.num_operators_before, change.num_operators_after) == ("Model/Linear", 2, 3)
+    (change,) = (row for row in diff_traces(summarize(ranks[0]), summarize(path)).changes if row.device == "module")
+    assert (change.name, change.count_before, change.count_after) == ("Model/Linear", 2, 3)
 
 
 def test_products_have_the_rate_of_their_kernels(ranks):
@@ -133,3 +134,24 @@ def test_a_flame_graph_is_one_page_whose_names_stay_text(tmp_path):
     assert "<img" not in page
     assert "&lt;img" in page
     assert "http" not in page
+
+
+def test_a_graph_is_one_launch_with_the_slowest_replay_and_its_gaps(tmp_path):
+    """Two replays of two kernels, 2 us apart the first time and 7 us the second; one kernel of its own."""
+    graph = [(1, 10.0, (20.0, 30.0)), (2, 60.0, (70.0, 85.0))]
+    document = cuda_trace(kernels=[(9, "gemm", 90.0, 7, 120.0, 8.0)])
+    for correlation, launched, begins in graph:
+        call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "pid": 100, "tid": 1}
+        document["traceEvents"].append(call | {"ts": launched, "dur": 5.0, "args": {"correlation": correlation}})
+        for begin in begins:
+            kernel = {"ph": "X", "cat": "kernel", "name": "norm", "pid": 0, "tid": 7, "ts": begin, "dur": 8.0}
+            document["traceEvents"].append(kernel | {"args": {"correlation": correlation}})
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(document))
+    (activity,) = summarize(path).devices
+    assert (activity.num_launches, activity.launches.call_us, activity.launches.delay_us_max) == (3, 15.0, 25.0)
+    assert activity.idle[0].in_graph_us == pytest.approx(2.0 + 7.0)
+    (replays,) = activity.graphs
+    assert (replays.num_nodes, replays.count, replays.slowest, replays.slowest_at_us) == (2, 2, 1, 70.0)
+    assert (replays.replay_us_median, replays.replay_us_max) == pytest.approx((20.5, 23.0))
+    assert (replays.inside_idle_us, replays.between_idle_us) == pytest.approx((9.0, 32.0))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from harness.errors import Code, HarnessError
-from harness.profiling.trace.summary import diff_traces, summarize
+from harness.profiling.trace.compare import diff_traces
+from harness.profiling.trace.summary import summarize
 from harness.results.trace import TraceSummary
 
 
