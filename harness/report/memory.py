@@ -5,7 +5,15 @@ from collections.abc import Iterator, Sequence
 
 from harness.errors import printable
 from harness.report.terminal import fitted_table
-from harness.results.memory import DeviceMemory, MemoryDiff, MemoryPlace, MemorySummary, OutOfMemory, PlaceChange
+from harness.results.memory import (
+    DeviceMemory,
+    MemoryDiff,
+    MemoryPlace,
+    MemorySummary,
+    OutOfMemory,
+    PlaceChange,
+    StepGrowth,
+)
 
 _MOST_ROWS = 12
 _UNKNOWN = "none of them"
@@ -52,12 +60,18 @@ def device_lines(device: DeviceMemory) -> list[str]:
     for title, kind in (("category", "category"), ("operation or module", "operation")):
         sums = _sums(device.at_peak, kind)
         lines += [f"at the peak by {title}, in MiB: {sums}"] if sums else []
-    lines += [
-        f"growth {_mib(item.added_bytes_per_step, signed=True)} MiB a step over {item.num_steps:,} of {item.phase}, "
-        f"from {_mib(item.first_bytes)} to {_mib(item.last_bytes)} MiB"
-        for item in device.growth
-    ]
+    lines += map(_growth, device.growth)
+    lines += [f"allocator: {device.settings}"] if device.settings else []
+    if device.contradictions:
+        lines += ["the history contradicts itself, so the peak and its places may be wrong:", *device.contradictions]
     return [*lines, *(_refused(item, device) for item in device.out_of_memory)]
+
+
+def _growth(growth: StepGrowth) -> str:
+    """Return the growth in words: how much a step, where, and from which to which memory."""
+    where = f", most at {growth.kept[0].place}, {growth.kept[0].num_blocks:,} blocks kept" if growth.kept else ""
+    added = f"{_mib(growth.added_bytes_per_step, signed=True)} MiB a step over {growth.num_steps:,} of {growth.phase}"
+    return f"growth {added}{where}, from {_mib(growth.first_bytes)} to {_mib(growth.last_bytes)} MiB"
 
 
 def places_by_title(device: DeviceMemory) -> dict[str, Sequence[MemoryPlace]]:
@@ -88,7 +102,10 @@ def _refused(refused: OutOfMemory, device: DeviceMemory) -> str:
     text = f"out of memory: {_mib(refused.requested_bytes)} MiB at {refused.place}, the device had {free} left"
     if device.largest_free_bytes < refused.requested_bytes <= device.free_bytes:
         text += "; it is free by now, in smaller pieces: fragmentation"
-    return text
+        text += "" if "expandable_segments" in device.settings else ", which expandable_segments:True avoids"
+    fitted = max(device.largest_free_bytes, refused.device_free_bytes or 0)
+    whole = device.free_bytes + (refused.device_free_bytes or 0)
+    return f"{text}; {_mib(fitted)} MiB would fit now, {_mib(whole)} if all of it were one piece"
 
 
 def place_row(place: MemoryPlace) -> list[str]:

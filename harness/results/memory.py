@@ -38,6 +38,8 @@ class StepGrowth:
     first_bytes: int
     """After the first step."""
     last_bytes: int
+    kept: tuple[MemoryPlace, ...]
+    """The place that allocated most of what stayed, after the first step; empty if nothing did."""
 
     @property
     def added_bytes_per_step(self) -> float:
@@ -77,6 +79,10 @@ class DeviceMemory:
     out_of_memory: tuple[OutOfMemory, ...]
     growth: tuple[StepGrowth, ...] = ()
     """By phase, of traces that have steps."""
+    settings: str = ""
+    """Of the allocator, those that are not the default: `expandable_segments:True`."""
+    contradictions: tuple[str, ...] = ()
+    """What in the history cannot be, in words: then the peak and the places may be wrong."""
 
     @property
     def free_bytes(self) -> int:

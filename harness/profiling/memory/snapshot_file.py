@@ -57,6 +57,8 @@ class DeviceSnapshot:
     segment_bytes: tuple[int, ...]
     blocks: tuple[Block, ...]
     events: tuple[Event, ...]
+    settings: str = ""
+    """Of the allocator, as `PYTORCH_CUDA_ALLOC_CONF` has them: those that are not the default."""
 
 
 def read_snapshot(path: Path) -> list[DeviceSnapshot]:
@@ -101,13 +103,17 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class _Reader:
-    """Check the types of all fields. Many events share a stack: each stack is read once."""
+    """Check the types of all fields. Many events share a stack, and many stacks a frame: each is read once."""
 
     def __init__(self) -> None:
         self._stacks: dict[int, tuple[Frame, ...]] = {}
+        self._known: dict[int, Frame] = {}
 
     def devices(self, snapshot: Any) -> Iterator[DeviceSnapshot]:
         segments, traces = _typed(snapshot, "segments", list), _typed(snapshot, "device_traces", list)
+        stated = _typed(snapshot, "allocator_settings", dict, {})
+        changed = {name: stated.get(name, default) for name, default in _DEFAULTS.items()}
+        settings = ",".join(f"{name}:{value}" for name, value in changed.items() if value != _DEFAULTS[name])
         numbers = {_typed(segment, "device", int) for segment in segments}
         for device in sorted(numbers | {at for at, trace in enumerate(traces) if trace}):
             device_segments = [segment for segment in segments if segment["device"] == device]
@@ -116,6 +122,7 @@ class _Reader:
                 segment_bytes=tuple(_typed(segment, "total_size", int) for segment in device_segments),
                 blocks=tuple(block for segment in device_segments for block in self._blocks(segment)),
                 events=tuple(self._event(event) for event in (traces[device] if device < len(traces) else ())),
+                settings=settings,
             )
 
     def _blocks(self, segment: Mapping[str, Any]) -> Iterator[Block]:
@@ -147,15 +154,20 @@ class _Reader:
         if frames is None:
             return ()
         if id(frames) not in self._stacks:
-            self._stacks[id(frames)] = tuple(
-                Frame(
-                    filename=_typed(frame, "filename", str),
-                    line=_typed(frame, "line", int),
-                    name=_typed(frame, "name", str),
-                )
-                for frame in frames[:_MOST_FRAMES]
-            )
+            self._stacks[id(frames)] = tuple(map(self._frame, frames[:_MOST_FRAMES]))
         return self._stacks[id(frames)]
+
+    def _frame(self, frame: Any) -> Frame:
+        if id(frame) not in self._known:
+            self._known[id(frame)] = Frame(
+                filename=_typed(frame, "filename", str),
+                line=_typed(frame, "line", int),
+                name=_typed(frame, "name", str),
+            )
+        return self._known[id(frame)]
+
+
+_DEFAULTS = {"expandable_segments": False, "max_split_size": -1, "garbage_collection_threshold": 0.0}
 
 
 def _typed(record: Any, name: str, kind: type, default: Any = None) -> Any:

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -80,19 +81,38 @@ def _snapshot(device: int, events: Sequence[MemoryEvent]) -> DeviceSnapshot:
 def _growth(trace: Trace, events: Sequence[MemoryEvent]) -> Iterator[StepGrowth]:
     """Yield for each phase what is in use after its first and its last step."""
     times = np.array([item.time_us for item in events])
+    kept: dict[int, MemoryEvent] = {}
+    for item in events:
+        if item.num_bytes > 0:
+            kept[item.address] = item
+        else:
+            kept.pop(item.address, None)
     in_use = np.cumsum([0, *(item.num_bytes for item in events)])
     ends: dict[str, list[float]] = {}
     for step in find_steps(trace):
         ends.setdefault(step.phase, []).append(float(trace.end_ns[step.event]) / 1e3)
     for phase, step_ends in ends.items():
         after = in_use[np.searchsorted(times, step_ends, side="right")]
-        yield StepGrowth(phase=phase, num_steps=len(step_ends), first_bytes=int(after[0]), last_bytes=int(after[-1]))
+        between = (
+            Block(item.address, item.num_bytes, item.num_bytes, IN_USE, stack(item), None)
+            for item in kept.values()
+            if step_ends[0] < item.time_us <= step_ends[-1]
+        )
+        yield StepGrowth(
+            phase=phase,
+            num_steps=len(step_ends),
+            first_bytes=int(after[0]),
+            last_bytes=int(after[-1]),
+            kept=_places(between)[:1],
+        )
 
 
 _AWAITING = ("active_awaiting_free", "active_pending_free")
 _CHANGES = {ALLOC: 1, FREE: -1}
 """Events that change what is in use, and their sign."""
 _OF_TORCH = re.compile(r"(^|/)torch/")
+_OPERATOR = re.compile(r"wrapper_[A-Z]+_|at::_ops::|Backward\d*::apply")
+"""Of an operator in C++: threads of the backward pass have no frame of Python."""
 _UNKNOWN = "no stack was recorded"
 
 
@@ -152,6 +172,8 @@ def _device(snapshot: DeviceSnapshot) -> DeviceMemory:
         at_peak=_places(history.at_peak),
         kept=_places(history.kept),
         out_of_memory=tuple(_refused(event) for event in snapshot.events if event.action == "oom"),
+        settings=snapshot.settings,
+        contradictions=tuple(history.contradictions()),
     )
 
 
@@ -165,6 +187,7 @@ class _History:
         them, by address.
         """
         self._events = [event for event in events if event.action in _CHANGES]
+        self._used, self._times = used, [event.time_us for event in events]
         self._before = self._in_use_before(used)
         highest, self.peak_us = 0, events[0].time_us if events else 0.0
         total = self.peak_bytes = sum(piece.num_bytes for piece in self._before.values())
@@ -175,6 +198,32 @@ class _History:
         self.at_peak = list(self._in_use_after(highest).values())
         latest = {event.address: event.action for event in self._events}
         self.kept = [piece for address, piece in used.items() if latest.get(address) == ALLOC]
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield what in the history cannot be: peak and places that follow from it may be wrong."""
+        in_use = dict(self._before)
+        num_twice = num_unequal = num_unknown = 0
+        for event in self._events:
+            piece = in_use.pop(event.address, None)
+            if event.action == ALLOC:
+                num_twice += piece is not None
+                in_use[event.address] = event
+            else:
+                num_unknown += piece is None
+                num_unequal += piece is not None and piece.num_bytes != event.num_bytes
+        num_back = sum(after < before for before, after in pairwise(self._times))
+        num_ends = len(in_use.keys() ^ self._used.keys()) if self._events else 0
+        yield from (
+            f"{number:,} {what}"
+            for number, what in (
+                (num_twice, "allocations at an address that was in use"),
+                (num_unknown, "frees of an address that was not in use"),
+                (num_unequal, "frees of another size than was allocated"),
+                (num_back, "events before the one ahead of them"),
+                (num_ends, "blocks that are in use at the end of the history or in the segments, and not in both"),
+            )
+            if number
+        )
 
     def _in_use_before(self, used: Mapping[int, _Piece]) -> dict[int, _Piece]:
         """Return what was in use before the events: what they free first, and what they leave alone."""
@@ -208,10 +257,11 @@ def _places(pieces: Iterable[_Piece]) -> tuple[MemoryPlace, ...]:
 
 
 def _place(frames: Sequence[Frame]) -> str:
-    """Return the innermost line of Python outside of torch; or the innermost frame there is."""
+    """Return the innermost line of Python outside of torch; or the innermost operator; or the innermost frame."""
     python = (frame for frame in frames if frame.filename.endswith(".py"))
     outside_torch = next((frame for frame in python if not _OF_TORCH.search(frame.filename)), None)
-    frame = outside_torch or next(iter(frames), None)
+    native = (frame for frame in frames if _OPERATOR.search(frame.name))
+    frame = outside_torch or next(native, None) or next(iter(frames), None)
     if frame is None:
         return _UNKNOWN
     return f"{frame.filename}:{frame.line} {frame.name}" if frame.filename else frame.name

@@ -224,10 +224,39 @@ def test_the_memory_events_of_a_trace_are_a_history_with_steps_and_modules(tmp_p
     shown = memory_text([summarize_memory(path)])
     assert "trace.json, cpu" in shown
     assert "at the peak by operation or module, in MiB: nn.Module: Linear_0 0.01" in shown
-    assert "growth +0.00 MiB a step over 3 of ProfilerStep" in shown
+    assert "growth +0.00 MiB a step over 3 of ProfilerStep, most at train.py:4 main, 2 blocks kept" in shown
 
 
 def test_a_trace_without_memory_events_is_refused_with_what_records_them(tmp_path):
     with pytest.raises(HarnessError, match="profile_memory=True") as caught:
         summarize_memory(trace_file(tmp_path / "trace.json", []))
     assert caught.value.code is Code.SNAPSHOT_UNREADABLE
+
+
+def test_a_history_that_contradicts_itself_is_told(write):
+    events = [
+        event("alloc", 0, 4 * MIB, 10), event("alloc", 0, 2 * MIB, 20),  # twice, without a free
+        event("free_completed", 0, MIB, 15), event("free_completed", 0, MIB, 30),  # earlier, of another size; unknown
+    ]  # fmt: skip
+    summary = summarize_memory(write({"segments": [segment([block(99, MIB)])], "device_traces": [events]}))
+    assert summary.devices[0].contradictions == (
+        "1 allocations at an address that was in use",
+        "1 frees of an address that was not in use",
+        "1 frees of another size than was allocated",
+        "1 events before the one ahead of them",
+    )
+    assert "the history contradicts itself" in memory_text([summary])
+    lost = summarize_memory(write({"segments": [], "device_traces": [[event("alloc", 7, MIB, 1)]]}))
+    assert lost.devices[0].contradictions == (
+        "1 blocks that are in use at the end of the history or in the segments, and not in both",
+    )
+    assert summarize_memory(write(SNAPSHOT)).devices[0].contradictions == ()
+
+
+def test_settings_of_the_allocator_are_told_and_advised(write):
+    settings = {"expandable_segments": True, "max_split_size": -1, "pinned_num_register_threads": 1}
+    text = memory_text([summarize_memory(write({**SNAPSHOT, "allocator_settings": settings}))])
+    assert "allocator: expandable_segments:True" in text
+    assert "avoids" not in text
+    assert "fragmentation, which expandable_segments:True avoids" in memory_text([summarize_memory(write(SNAPSHOT))])
+    assert "2.00 MiB would fit now, 5.00 if all of it were one piece" in text
