@@ -1,4 +1,4 @@
-"""`harness diff`: compare two recordings, or two folders of tensors."""
+"""`harness diff`: compare two recordings, or two folders of tensors; measure two recordings in two precisions."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from harness.command import forms
 from harness.command import options as opt
 from harness.command.output import STATUS
 from harness.command.progress import progress_bar
-from harness.errors import Code, HarnessError
+from harness.errors import Code, ExitStatus, HarnessError
 from harness.formats.inspect import is_dump
 from harness.formats.schedule import TRIGGERS
 
@@ -54,7 +54,8 @@ def diff(
             metavar="FACTOR",
             min=0,
             help="Of folders of tensors: how many times as much as the tensors before it, or as one rounding, a tensor "
-            "may differ to be called close. No bound is derived without a model. [default: 10]",
+            "may differ to be called close. No bound is derived without a model. Of two precisions: roundings from "
+            "which an operation is named. [default: 10]",
         ),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
@@ -64,6 +65,9 @@ def diff(
 
     Without --model, rows are judged by their distance from the golden, relative to the rounding error of HuggingFace.
     With --model, every operation is also judged separately: it is replayed on the recorded inputs.
+
+    Two recordings of engines in two dtypes are measured, not judged: the error of each layer in roundings to the
+    coarser dtype, and its growth. The exit status is 0 whatever was measured.
 
     Tensors of two folders (.npy, .npz, .safetensors, .pt), which any two engines dumped of the same prompt, are matched
     by their content. The result is the first tensor in the order of the run whose difference is far larger than
@@ -75,6 +79,14 @@ def diff(
         options |= {"--device": None if device == "cpu" else device}
         _refuse_unused(options, "two folders of tensors")
         return _diff_dumps(expected, actual, close, format)
+    from harness.judge.jobs.measure import LEVEL, has_two_precisions, run_measurement
+
+    if model is None and has_two_precisions(expected, actual):
+        options = {"--lora": lora, "--truth": truth, "--lacking": lacking, "--require": require}
+        _refuse_unused(options | {"--device": None if device == "cpu" else device}, "recordings in two dtypes")
+        measured = run_measurement(expected, actual, taps=taps or ("*",), level=LEVEL if close is None else close)
+        forms.MEASUREMENT.show(measured, format)
+        return ExitStatus.PASS
     _refuse_unused({"--close": close}, "two recordings")
     with progress_bar() as report:
         from harness.judge.jobs.diff import run_diff

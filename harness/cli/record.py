@@ -25,7 +25,9 @@ def record(
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the recording.")],
     golden: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Golden that sets the model, dtype and tokens. [default: none]"),
+        typer.Option(
+            metavar="DIR", help="Golden that sets model and tokens, and the dtype unless --dtype does. [default: none]"
+        ),
     ] = None,
     fields: Annotated[opt.Fields, opt.CaseOptions("model", *opt.ENGINE, "dtype", *opt.WORKLOAD, "lora", "mtp", "case")],
     schedule: Annotated[str, typer.Option(metavar="NAME", help="Schedule, as in `harness check`.")] = "plain",
@@ -85,8 +87,8 @@ def _planned(
 
     if golden is None:
         return plan_request(**fields, local_files_only=local_files_only), [], None
-    if not fields.keys() <= {"model", "device", "schedules", "lora", "isolate", *opt.ENGINE}:
-        names = "--dtype, --truth, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
+    if not fields.keys() <= {"model", "dtype", "device", "schedules", "lora", "isolate", *opt.ENGINE}:
+        names = "--truth, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
             Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"
         )

@@ -87,6 +87,7 @@ CHECK_COST = Forms(
 )
 WEIGHTS = Forms(human=f"{_REPORT}.weights:weights_text", markdown=f"{_REPORT}.weights:weights_text", json=DOCUMENT)
 DUMPS = Forms(human=f"{_REPORT}.dumps:dumps_text", is_fenced=True, json=DOCUMENT)
+MEASUREMENT = Forms(human=f"{_REPORT}.measurement:measurement_text", is_fenced=True, json=DOCUMENT)
 PROFILE = Forms(human=f"{_REPORT}.profile:profile_text", json=f"{_REPORT}.profile:profile_json")
 GATE = Forms(human=f"{_REPORT}.gate:gate_text", json=f"{_REPORT}.gate:gate_json")
 TRACES = Forms(human=f"{_REPORT}.trace:summary_text", json=f"{_REPORT}.document:files_document")

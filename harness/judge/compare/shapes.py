@@ -119,7 +119,8 @@ def refuse_other_dtype(expected: Recording, actual: Recording) -> None:
             where=f"dtype of {actual.path} against {expected.path}",
             expected=theirs,
             actual=ours,
-            hint="record both in one dtype, or compare with a golden of that dtype (harness golden --dtype)",
+            hint="record both in one dtype, or compare with a golden of that dtype (harness golden --dtype); without "
+            "--model, harness diff measures two recordings of engines",
         )
 
 

@@ -74,7 +74,7 @@ def run_diff(
             notes.append("no KV cache was read back: whether it holds what was written is not known")
         if hf is None and not golden.noise:
             notes.append(_ESTIMATED)
-        wanted = _wanted(taps, lacking, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
+        wanted = wanted_taps(taps, lacking, [*(entry.name for entry in theirs.manifest.taps), *caches], graph)
         requirements = _requirements(ours, taps, lacking, wanted, require)
         comparison = compare_run(ours, golden, hf=hf, requirements=requirements, truth=truth, progress=progress)
         run = comparison.result if hf is None else explain_run(comparison, ours, golden, hf)
@@ -151,7 +151,7 @@ def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.to(coarser), second.to(coarser))
 
 
-def _wanted(taps: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
+def wanted_taps(taps: Sequence[str], lacking: Sequence[str], names: Sequence[str], graph: Graph) -> list[str]:
     """Return the taps of presets and those that match a glob, except the sites that the engine lacks."""
     globs = [tap for tap in taps if tap not in TAP_PRESETS]
     presets = [name for tap in taps if tap in TAP_PRESETS for name in preset_taps(tap, graph)]
