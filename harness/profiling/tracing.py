@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,28 @@ from harness.profiling.trace.tables import SPAN, STEP, layer_of
 from harness.results.profile import StepShape
 
 
+class _NvtxSpan:
+    """A span of the profiler, and the same as an NVTX range, which Nsight Systems shows."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._function = name, _RecordFunctionFast(name)
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(self._name)
+        self._function.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._function.__exit__(*error)
+        torch.cuda.nvtx.range_pop()
+
+
+@contextmanager
+def step_span(label: str) -> Iterator[None]:
+    """Annotate a step in the trace, and by an NVTX range where there is CUDA."""
+    with torch.cuda.nvtx.range(label) if torch.cuda.is_available() else nullcontext(), record_function(label):
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class _Boundary:
     """The calls between two operations; all looked up beforehand, to keep the gap short."""
@@ -45,7 +67,7 @@ class SpanEmitter:
     """A watcher that opens and closes a span for each operation, and one around those of a layer."""
 
     def __init__(self) -> None:
-        self._functions: dict[str, _RecordFunctionFast] = {}
+        self._functions: dict[str, _RecordFunctionFast | _NvtxSpan] = {}
         self._plans: dict[tuple[str, ...], list[_Boundary]] = {}
         self._step: PlannedStep | None = None
         self._plan: list[_Boundary] = []
@@ -102,9 +124,9 @@ class SpanEmitter:
             enter=tuple(self._function(name).__enter__ for name in entered),
         )
 
-    def _function(self, name: str) -> _RecordFunctionFast:
+    def _function(self, name: str) -> _RecordFunctionFast | _NvtxSpan:
         if name not in self._functions:
-            self._functions[name] = _RecordFunctionFast(name)
+            self._functions[name] = (_NvtxSpan if torch.cuda.is_available() else _RecordFunctionFast)(name)
         return self._functions[name]
 
     def _differs(self, actual: str, *, expected: str | None = None) -> HarnessError:
@@ -293,7 +315,7 @@ class _Cycle:
         def take(index: int) -> Sequence[int]:
             if index not in captured:
                 return self.session.step()
-            with record_function(steps[index].shape.label), self.emitter.step(steps[index]):
+            with step_span(steps[index].shape.label), self.emitter.step(steps[index]):
                 requests = self.session.step()
             if index in lasts:
                 profiler.step()

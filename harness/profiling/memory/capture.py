@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import profile, record_function
+from torch.profiler import profile
 
 from harness.base.files import scratch_folder
 from harness.engines.stepping import Session
@@ -34,7 +34,7 @@ from harness.profiling.memory.timeline import (
 from harness.profiling.operator_cost import storages
 from harness.profiling.timing import Stopwatch
 from harness.profiling.trace.tables import read_events
-from harness.profiling.tracing import SpanEmitter, activities, profiling, recording_cuda_memory
+from harness.profiling.tracing import SpanEmitter, activities, profiling, recording_cuda_memory, step_span
 from harness.results.profile import Frame, MemoryCategory, MemoryTimeline, StepShape
 
 PICKLE_PROTOCOL = 4
@@ -187,7 +187,7 @@ class _Run:
         profiler = profile(activities=activities("cpu"), profile_memory=True, with_stack=True)
 
         def take(index: int) -> Sequence[int]:
-            with record_function(steps[index].shape.label), emitter.step(steps[index]):
+            with step_span(steps[index].shape.label), emitter.step(steps[index]):
                 requests = session.step()
             self.kv_storages.append(set(storages(session.cache_tensors())))
             return requests

@@ -6,13 +6,15 @@ import json
 import warnings
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.errors import Code, HarnessError
 from harness.profiling.load import PlannedStep
 from harness.profiling.trace.summary import summarize
 from harness.profiling.trace.tables import SPAN, layer_of, site_of
-from harness.profiling.tracing import SpanEmitter, profiling, trace
+from harness.profiling.trace.tables import STEP as WHOLE
+from harness.profiling.tracing import SpanEmitter, profiling, step_span, trace
 from harness.results.profile import StepShape
 
 SHAPE = StepShape(phase="decode", query_lens=(1,), context_lens=(9,), num_sampled=1)
@@ -49,6 +51,18 @@ def test_the_planned_operations_pass():
 
 def test_between_steps_nothing_is_expected():
     SpanEmitter().reached("whatever")
+
+
+def test_spans_are_nvtx_ranges_too_where_there_is_cuda(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
+    with step_span(SHAPE.label):
+        pass_through(SpanEmitter(), STEP.names)
+    layer = ["model.layers.0", "model.layers.0.mlp.act", "pop", "pop"]
+    around = [SHAPE.label, WHOLE, "engine.prepare", "pop", *layer, "lm_head", "pop", "pop", "pop"]
+    assert seen == around
 
 
 @pytest.mark.parametrize(
