@@ -62,6 +62,9 @@ def summary(
 
     pattern = _compiled(phase_pattern)
     summaries = [summarize(file, pattern) for file in trace_files(files)]
+    if pattern is not None and not any(summary.phases for summary in summaries):
+        what, hint = "no event has a name that the pattern matches", "harness trace summary FILE lists the operators"
+        raise HarnessError(Code.BAD_OPTION, what, where="--phase-pattern", actual=phase_pattern, hint=hint)
     forms.TRACES.show(summaries, format, peak_flops_per_s=None if peak_tflops is None else peak_tflops * 1e12)
     return ExitStatus.PASS
 

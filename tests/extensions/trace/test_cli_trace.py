@@ -120,6 +120,8 @@ def test_a_folder_of_ranks_and_a_pattern_for_phases(harness, tmp_path):
     ran = harness("trace", "summary", tmp_path / "ranks", "--phase-pattern", "Linear", "--format", "json")
     assert [file["rank"] for file in ran.json["files"]] == [0, 1]
     assert [file["phases"][0]["name"] for file in ran.json["files"]] == ["Linear", "Linear"]
+    unmatched = harness("trace", "summary", tmp_path / "ranks", "--phase-pattern", "Lniear")
+    assert (unmatched.status, unmatched.err[:4], unmatched.out) == (2, "H013", "")
 
 
 def test_a_pattern_that_is_none_and_a_folder_without_traces_are_refused(harness, tmp_path):
