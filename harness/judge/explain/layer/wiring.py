@@ -138,9 +138,10 @@ def other_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
     ):
         yield Hypothesis(cause=f"{name} is added with a factor of {factor:.4g}", output=output, num_fitted=1)
     sides = torch.stack((stream.flatten(), branch.flatten()), dim=1)
-    stream_factor, branch_factor = torch.linalg.lstsq(sides, wrong.actual.reshape(-1, 1)).solution[:, 0].tolist()
-    cause = f"{first} is added with a factor of {stream_factor:.4g}, and {second} with one of {branch_factor:.4g}"
-    yield Hypothesis(cause=cause, output=stream_factor * stream + branch_factor * branch, num_fitted=2)
+    factors = torch.linalg.lstsq(sides, wrong.actual.reshape(-1, 1)).solution[:, 0].tolist()
+    if min(abs(factor - 1) for factor in factors) > max(_SAME, rounding_unit(wrong.dtype)):  # else one factor says it
+        cause = f"{first} is added with a factor of {factors[0]:.4g}, and {second} with one of {factors[1]:.4g}"
+        yield Hypothesis(cause=cause, output=factors[0] * stream + factors[1] * branch, num_fitted=2)
 
 
 def _order(wrong: WrongOperation) -> tuple[str, str]:
