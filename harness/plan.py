@@ -12,7 +12,7 @@ from harness.engines import Engine, is_foreign, open_engine
 from harness.errors import Code, HarnessError
 from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
-from harness.formats.checkpoint.locate import foreign_reader_note
+from harness.formats.checkpoint.locate import embedded_folder, foreign_reader_note
 from harness.formats.checkpoint.quantised import read_quantised_source
 from harness.formats.schedule import DEFAULT_SCHEDULES, Schedule, parse_schedules
 from harness.oracle.images import keep_inputs
@@ -127,6 +127,8 @@ def _default_case(changes: Mapping[str, Any]) -> Case:
     default = load_case(embedded_cases() / "default.toml")
     if requests:  # a new workload, not a change of the default one
         return Case(schema_version=1, model=model or default.model, requests=list(requests))
+    if model is not None and embedded_folder(str(model)) is not None:  # all of them recite
+        return default.model_copy(update={"model": model, "schedules": []})
     if model is not None:
         what, hint = "a model of your own needs a prompt", 'add --prompt "..." or --token-ids 1,2,3'
         raise HarnessError(Code.EMPTY_PROMPT, what, where="--model", actual="no prompt", hint=hint)
@@ -208,10 +210,16 @@ def _refuse_contradictions(case: Case) -> None:
 def _schedules(names: Sequence[str], prompt_lengths: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:
     """Return the schedules to run, and the default schedules that the prompts cannot reach.
 
-    A schedule that was asked for by name and is not reached fails when it runs.
+    A schedule that was asked for by name is refused if there are too few prompts for a batch. One whose chunks the
+    prompts do not reach fails when it runs.
     """
     if names:
-        return parse_schedules(names), []
+        chosen = parse_schedules(names)
+        for schedule in chosen:
+            if schedule.is_batched and not schedule.has_batch(len(prompt_lengths)):
+                what, hint = f"schedule {schedule} runs several requests at once", "give a second prompt"
+                raise HarnessError(Code.BAD_OPTION, what, where="--schedule", actual="1 request", hint=hint)
+        return chosen, []
     default = parse_schedules(DEFAULT_SCHEDULES)
     reached = [schedule for schedule in default if schedule.is_reachable(prompt_lengths)]
     return reached, [schedule for schedule in default if schedule not in reached]

@@ -131,9 +131,13 @@ class Schedule:
         for position in range(prompt_length, num_tokens):
             yield range(position, position + 1)
 
+    def has_batch(self, num_prompts: int) -> bool:
+        """Whether so many prompts, and their copies, make a batch."""
+        return num_prompts * (1 + self.is_repeated) >= 2
+
     def is_reachable(self, prompt_lengths: Sequence[int]) -> bool:
         """Whether prompts of these lengths can reach what the schedule requires."""
-        if self.is_batched and len(prompt_lengths) * (1 + self.is_repeated) < 2:
+        if self.is_batched and not self.has_batch(len(prompt_lengths)):
             return False
         return self.chunk_size is None or max(prompt_lengths, default=0) > self.chunk_size
 

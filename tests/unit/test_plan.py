@@ -121,6 +121,22 @@ def test_a_schedule_that_one_prompt_cannot_reach_asks_for_a_second(checkpoints, 
     assert any(note.endswith("cannot reach it, give a second one") for note in notes) == is_hinted
 
 
+@pytest.mark.parametrize("schedule", ["batched", "tensor-parallel", "preempted"])
+def test_a_batch_of_one_prompt_is_refused_before_anything_runs(schedule):
+    asked = {"model": "qwen3-tiny", "schedules": [schedule]}
+    with pytest.raises(HarnessError, match="runs several requests at once") as caught:
+        plan_request(**asked, requests=REQUESTS[:1])
+    assert caught.value.code is Code.BAD_OPTION
+    assert plan_request(**asked, requests=REQUESTS[:1] * 2).schedules
+    assert plan_request(**(asked | {"schedules": ["prefix-hit", "forked"]}), requests=REQUESTS[:1]).schedules
+
+
+def test_an_embedded_model_has_the_prompts_of_a_check_without_options():
+    default, named = plan_request(), plan_request(model="qwen3-tiny")
+    assert (named.prompts, named.schedules, named.folder) == (default.prompts, default.schedules, default.folder)
+    assert plan_request(model="llama-tiny").prompts == default.prompts
+
+
 @pytest.mark.parametrize(("text", "is_said"), [("<bos>hu rin", True), ("hu rin", False)])
 def test_a_text_that_has_the_tokenizers_begin_of_text_already_is_said(checkpoints, text, is_said):
     notes = plan_request(model=str(checkpoints / "llama-tiny"), requests=[RequestSpec(prompt=text)]).notes

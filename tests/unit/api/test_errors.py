@@ -59,11 +59,15 @@ def test_what_is_no_engine(engine, code, words):
         (torch.ones(1, 4), Code.BAD_OPTION, "prompts="),
         ([[1, 256]], Code.TOKEN_OUTSIDE_VOCABULARY, "request 0, position 1"),
         ([[1] * 600], Code.PROMPT_TOO_LONG, "lower max_new_tokens="),
-        (None, Code.EMPTY_PROMPT, 'add prompts=["..."] or prompts=[[1, 2, 3]]'),
     ],
 )
 def test_prompts_that_make_no_sense(prompts, code, words):
     refused("reference", code, words, prompts=prompts)
+
+
+def test_a_model_that_is_not_embedded_needs_prompts(checkpoints):
+    words = 'add prompts=["..."] or prompts=[[1, 2, 3]]'
+    refused("reference", Code.EMPTY_PROMPT, words, prompts=None, model=str(checkpoints / "qwen3-tiny"))
 
 
 def test_token_ids_may_be_a_tensor():
