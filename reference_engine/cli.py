@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -120,10 +120,13 @@ def generate(
     )  # fmt: skip
     folder = find_model(model, local_files_only=local_files_only)
     token_ids = request.token_ids(folder)
+    notes = [*request.notes(folder), *_unused_defaults(folder, params)]
     adapters = {} if lora is None else {"lora": lora}
     options = ["max_num_seqs=1", *(engine_option or [])]
     with _open_engine(folder, dtype, device, options, adapters) as engine:
-        continuation = _continue(engine, token_ids, params, streams=stream)
+        continuation = replace(_continue(engine, token_ids, params, streams=stream), notes=notes)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
     if stream:
         _write("\n")
     else:
@@ -180,6 +183,10 @@ class GeneratedText:
 
     text: str
     token_ids: list[int]
+    pieces: list[str | None]
+    """Of the tokens, as the vocabulary writes them."""
+    prompt_token_ids: list[int]
+    prompt_pieces: list[str | None]
     finish_reason: str
     num_prompt_tokens: int
     elapsed_seconds: float
@@ -188,6 +195,8 @@ class GeneratedText:
     """Time to first token."""
     device: str
     dtype: str
+    notes: list[str] = field(default_factory=list)
+    """Remarks on the prompt and the sampling."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -278,6 +287,25 @@ class _Request:
             return Tokenizer(folder).encode(self.text)
         return Text(folder).encode_chat(list(self.messages), list(self.tools) or None)
 
+    def notes(self, folder: Path) -> list[str]:
+        """Return a note if the text begins with a token that the tokenizer of a checkpoint adds once more."""
+        from reference_engine.requests.tokenizer import Tokenizer
+
+        begin = None if self.text is None else Tokenizer(folder).doubled_begin(self.text)
+        what = f"the prompt begins with {begin}, and the tokenizer adds another one: leave it out of the text"
+        return [] if begin is None else [what]
+
+
+def _unused_defaults(folder: Path, params: SamplingParams) -> list[str]:
+    """Return a note if generation_config.json has sampling settings that differ from those used."""
+    from reference_engine.checkpoint.config_file import read_json
+
+    path = folder / "generation_config.json"
+    table = read_json(path) if path.is_file() else {}
+    names = ("temperature", "top_k", "top_p", "min_p") if table.get("do_sample") else ()
+    defaults = [f"{name}={table[name]}" for name in names if table.get(name) not in (None, getattr(params, name))]
+    return [f"generation_config.json has {', '.join(defaults)}: not used, options set the sampling"] if defaults else []
+
 
 def _open_engine(folder: Path, dtype: str, device: str, options: Sequence[str], adapters: dict[str, Path]) -> LLMEngine:
     from reference_engine import EngineConfig, LLMEngine
@@ -317,6 +345,9 @@ def _continue(engine: LLMEngine, token_ids: list[int], params: SamplingParams, *
     return GeneratedText(
         text="".join(pieces),
         token_ids=generated,
+        pieces=engine.tokenizer.pieces(generated),
+        prompt_token_ids=token_ids,
+        prompt_pieces=engine.tokenizer.pieces(token_ids),
         finish_reason=finish_reason,
         num_prompt_tokens=len(token_ids),
         elapsed_seconds=seconds[-1],

@@ -45,6 +45,16 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_special)
         return text
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return the entry of each token in the vocabulary, as this writes it; None where it has none."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
+
+    def doubled_begin(self, text: str) -> str | None:
+        """Return the token that a text begins with and that this tokenizer adds once more; None if there is none."""
+        added, plain = (self._tokenizer.encode(text, add_special_tokens=adds).ids for adds in (True, False))
+        is_doubled = len(added) > len(plain) and plain[:1] == added[:1] and added[1 : 1 + len(plain)] == plain
+        return self.pieces(added[:1])[0] if is_doubled else None
+
 
 def _read(folder: Path) -> Any:
     """Return the tokenizer of the library `tokenizers`; transformers builds it of a vocabulary and merges."""

@@ -73,6 +73,26 @@ def test_json_has_text_tokens_and_statistics(generate):
     assert len(document["token_ids"]) == document["generated_tokens"] == 4
     assert (document["finish_reason"], document["prompt_tokens"]) == ("length", 17)
     assert {"elapsed_seconds", "tokens_per_second", "ttft_ms", "tpot_ms", "device", "dtype"} < set(document)
+    assert document["prompt_pieces"] == ["<bos>", *PROMPT.split()]
+    assert document["pieces"] == document["text"].split()
+    assert len(document["prompt_token_ids"]) == 17
+    assert document["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "generation", "options", "note"),
+    [
+        ("<bos>hu rin", {}, (), "the prompt begins with <bos>, and the tokenizer adds another one"),
+        ("hu rin", {"do_sample": True, "temperature": 0.6, "top_p": 0.95}, ("--temperature", "0.6"), "has top_p=0.95:"),
+        ("hu rin", {"do_sample": False, "temperature": 0.6}, (), None),
+    ],
+)
+def test_a_doubled_begin_and_unused_sampling_defaults_are_noted(engine, changed, prompt, generation, options, note):
+    folder = changed("qwen3-tiny", generation_config=generation)
+    asked = ("--model", folder, "--prompt", prompt, "--max-new-tokens", 1, *options)
+    ran = engine("generate", *asked, "--format", "json")
+    assert [note in item for item in ran.json["notes"]] == ([] if note is None else [True])
+    assert ("note: " in ran.err) == (note is not None)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny", "qwen2-tiny"])
