@@ -54,6 +54,9 @@ def inspect(
         ),
     ] = None,
     map: Annotated[bool, typer.Option("--map", help="With --engine: show the tensor of each tap.")] = False,
+    modules: Annotated[
+        bool, typer.Option("--modules", help="Show the modules of a checkpoint, and the file of each parameter.")
+    ] = False,
     fields: Annotated[opt.Fields, opt.CaseOptions("model", "hf", *opt.ENGINE, "dtype", "device", "mtp")],
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, forms.INSPECTED.option()] = "human",
@@ -62,7 +65,10 @@ def inspect(
 
     With PATH: show the header, tensors, dtypes, shapes, offsets and shards of a file or checkpoint. The exit status is
     1 if a tensor that the config needs is missing or has another shape. For a recording or golden, show its requests,
-    steps and taps. For a trace or memory snapshot, show the same as `harness trace summary` or `harness trace memory`.
+    steps, tokens with the likeliest next ones, and taps. For a trace or memory snapshot, show the same as `harness
+    trace summary` or `harness trace memory`.
+
+    With --modules: show the modules that transformers builds of a checkpoint, with classes, parameters and files.
 
     With --tensor NAME: show statistics of one tensor of a checkpoint, file, golden, recording or dump. With BESIDE,
     compare it with the same tensor of another path.
@@ -87,6 +93,11 @@ def inspect(
     if beside is not None or row is not None or slice is not None:
         what, hint = "BESIDE, --row and --slice are about one tensor", "name it: --tensor NAME"
         raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
+    if modules:
+        if path is None or fields or against is not None or map:
+            what, hint = "the modules are those of a checkpoint", "harness inspect PATH --modules"
+            raise HarnessError(Code.BAD_OPTION, what, where="--modules", hint=hint)
+        return _show_modules(path, format)
     if path is not None and against is not None and not fields and not map:
         return _compare_weights(str(path), against, before, local_files_only, format)
     if path is not None and against is None and not fields and not map:
@@ -109,6 +120,15 @@ def _show_tensor(paths: list[Path], tensor: str, row: str | None, part: str | No
 
     place = None if row is None else parse_row(row)
     forms.VALUES.show(inspect_values(paths, tensor, row=place, part=part), format)
+    return ExitStatus.PASS
+
+
+def _show_modules(path: Path, format: str) -> int:
+    from harness.formats.checkpoint import Checkpoint
+    from harness.formats.checkpoint.locate import at_hand
+    from harness.formats.checkpoint.modules import module_tables
+
+    forms.MODULES.show(module_tables(Checkpoint(at_hand(path))), format)
     return ExitStatus.PASS
 
 
@@ -147,6 +167,10 @@ def _show(path: Path, format: str) -> int:
     from harness.formats.inspect import inspect_path
 
     contents = inspect_path(path)
+    if contents["kind"] in ("golden", "recording"):
+        from harness.oracle.contents import with_contents
+
+        contents = with_contents(contents)
     forms.INSPECTED.show(contents, format)
     against = contents.get("against_config", {})
     return ExitStatus.MISMATCH if against.get("missing") or against.get("misshapen") else ExitStatus.PASS

@@ -96,6 +96,7 @@ CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace:critical_paths_text", json=f"{_RE
 MEMORY = Forms(human=f"{_REPORT}.memory:memory_text", json=f"{_REPORT}.document:files_document")
 MEMORY_DIFF = Forms(human=f"{_REPORT}.memory:memory_diff_text", json=DOCUMENT)
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
+MODULES = Forms(human="harness.formats.checkpoint.modules:modules_text", json=_DOCUMENT)
 VALUES = Forms(human="harness.formats.values:values_text", json=_DOCUMENT)
 SETTINGS = Forms(human=f"{_REPORT}.settings:settings_text", json=f"{_REPORT}.settings:settings_json")
 GOLDEN = Forms(human="harness.cli.golden:golden_text", json=_DOCUMENT)

@@ -19,6 +19,7 @@ from harness.formats.checkpoint.checkpoint import INDEX_NAME, WEIGHTS_NAME
 from harness.formats.checkpoint.locate import at_hand, reader_of
 from harness.formats.recording.format import MANIFEST_NAME
 from harness.formats.safetensors_header import Header, TensorEntry, read_header
+from harness.formats.taps import prefix_of
 
 __all__ = ["inspect_path", "render_text"]
 
@@ -38,7 +39,8 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         `kind` (`file`, `gguf`, `checkpoint`, `recording`, `golden` or `tensors`) and `path`. Of files and checkpoints
         `files` (headers and tensors) and `totals`; of a checkpoint and a GGUF file also `config` and `against_config`
-        (`missing`, `unexpected`, `misshapen`, `tied`, or the reason why not compared). Of recordings `summary`,
+        (`missing`, `unexpected`, `misshapen`, `tied`, or the reason why not compared), and of a checkpoint the sampling
+        defaults of `generation_config`, if it has some. Of recordings `summary`,
         `requests`, `steps` by phase and `taps`; of dumps `tensors` and `left_out`.
 
     Raises:
@@ -74,6 +76,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     config, tensors = checkpoint.config, checkpoint.tensors
     info = file_tables("checkpoint", checkpoint.folder, checkpoint.headers)
     info["config"] = {key: config[key] for key in _SUMMARY if key in config}
+    info |= {"generation_config": generation} if (generation := checkpoint.sampling_defaults) else {}
     against = against_config(checkpoint.folder, config, {name: entry for name, (entry, _) in tensors.items()})
     return info | {"against_config": against}
 
@@ -204,8 +207,12 @@ def tensor_tables(path: Path) -> dict[str, Any]:
 def render_text(info: Mapping[str, Any]) -> str:
     """Return the tables of `inspect_path` for a terminal."""
     parts = [f"{info['kind']} {info['path']}"]
-    parts += [_table(sorted(info[name].items()), [name, "value"]) for name in ("config", "summary") if name in info]
-    parts += [_rows(info[name]) for name in ("requests", "steps", "taps", "tensors") if name in info]
+    tables = [name for name in ("config", "generation_config", "summary") if name in info]
+    parts += [_table(sorted(info[name].items()), [name, "value"]) for name in tables]
+    parts += [_rows(info[name]) for name in ("requests", "steps") if name in info]
+    parts += [_render_tokens(info)] if info.get("tokens") else []
+    parts += [_rows([_shown_tap(tap) for tap in info["taps"]])] if "taps" in info else []
+    parts += [_rows(info["tensors"])] if "tensors" in info else []
     parts += [f"left out: {item}" for item in info.get("left_out", ())]
     parts += map(_render_file, info.get("files", ()))
     if "totals" in info:
@@ -213,6 +220,34 @@ def render_text(info: Mapping[str, Any]) -> str:
     if "against_config" in info:
         parts.append(_render_against_config(info["against_config"]))
     return printable("\n\n".join(parts))
+
+
+def _render_tokens(info: Mapping[str, Any]) -> str:
+    """Return a line for each token, with the likeliest next ones where there are logits."""
+    rows = [
+        (token["request"], token["position"], token["id"], _piece(token), *_next_tokens(token))
+        for token in info["tokens"]
+    ]
+    headers = ["request", "position", "id", "piece", "likeliest next tokens, log probability", "of the next token"]
+    left = info["num_tokens_left_out"]
+    return _table(rows, headers) + (f"\nand {left:,} more tokens" if left else "")
+
+
+def _next_tokens(token: Mapping[str, Any]) -> tuple[str, str]:
+    best = ", ".join(f"{_piece(item)} {item['log_prob']:.3g}" for item in token.get("likeliest", ())[:3])
+    log_prob = token.get("log_prob")
+    return best, "" if log_prob is None else f"{log_prob:.3g}"
+
+
+def _piece(token: Mapping[str, Any]) -> str:
+    """Return a token's piece, quoted as Python does; its id without a tokenizer."""
+    return str(token["id"]) if token["piece"] is None else repr(token["piece"])
+
+
+def _shown_tap(tap: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tap with its inputs as a text, those of its layer by their site."""
+    inputs = (name.removeprefix(prefix_of(tap["name"])) for name in tap.get("inputs", ()))
+    return {**tap, "inputs": ", ".join(inputs)} if "inputs" in tap else dict(tap)
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_two_precisions_are_measured_in_roundings_of_the_coarser_one(harness, re
     assert taps["model.embed_tokens"]["roundings_median"] == pytest.approx(1, rel=0.2)  # what one rounding is
     ends = [tap for tap in document["taps"] if tap["ends_layer"]]
     assert [tap["layer"] for tap in ends] == [None, 0, 1, 2, None, None]
-    for one, two in zip(ends, ends[1:], strict=False):
+    for one, two in pairwise(ends):
         assert two["growth"] == pytest.approx(two["roundings_median"] / one["roundings_median"])
     assert document["logits"]["num_rows"] == 6
     text = harness("diff", recording, coarse).out

@@ -59,6 +59,71 @@ def test_a_recording_a_golden_and_a_dump(harness, golden, recording, tmp_path):
     assert "left out: notes.txt" in harness("inspect", tmp_path).out
 
 
+def test_the_tokens_and_operations_of_a_golden(harness, golden, recording):
+    shown = harness("inspect", golden, "--format", "json").json
+    tokens = {(token["request"], token["position"]): token for token in shown["tokens"]}
+    assert [tokens[0, at]["id"] for at in range(6)] == [1, 4, 5, 6, 7, 8]
+    assert tokens[0, 0]["piece"] == "<bos>"
+    assert "likeliest" not in tokens[0, 4]  # the head is computed from the prompt's end on
+    best = [item["log_prob"] for item in tokens[0, 5]["likeliest"]]
+    assert best == sorted(best, reverse=True)
+    assert tokens[0, 5]["log_prob"] == best[0]  # greedy
+    assert tokens[0, 5]["likeliest"][0]["id"] == tokens[0, 6]["id"]
+    taps = {tap["name"]: tap for tap in shown["taps"]}
+    assert taps["model.layers.0.attention"]["kind"] == "attention"
+    assert taps["lm_head"]["inputs"] == ["model.norm"]
+    assert harness("inspect", recording, "--format", "json").json["tokens"][5]["piece"] == tokens[0, 5]["piece"]
+    text = harness("inspect", golden).out
+    assert f"{tokens[0, 6]['piece']!r} {best[0]:.3g}, " in text
+    assert "q_rope, k_rope, self_attn.v_proj" in text
+
+
+def test_tokens_of_a_checkpoint_that_is_gone_have_no_pieces(harness, golden, tmp_path):
+    folder = shutil.copytree(golden, tmp_path / "golden")
+    (folder / "golden.json").unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["model"]["id"] = str(tmp_path / "gone")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    shown = harness("inspect", folder, "--format", "json").json
+    assert {token["piece"] for token in shown["tokens"]} == {None}
+    assert "kind" not in shown["taps"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "folded", "place", "note"),
+    [
+        ("qwen3-tiny", "0 to 2", "tied to model.embed_tokens.weight", None),
+        ("qwen2-tiny", None, "model-00002-of-00002.safetensors", None),
+        ("qwen3-next-tiny", None, "tied to model.embed_tokens.weight", "transformers renames or merges"),
+    ],
+)
+def test_the_modules_of_a_checkpoint(harness, checkpoints, name, folded, place, note):
+    from transformers import AutoModelForCausalLM
+
+    ran = harness("inspect", name, "--modules", "--format", "json")
+    assert ran.status == 0
+    modules = {module["path"]: module for module in ran.json["modules"]}
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / name)
+    assert {path: module["class"] for path, module in modules.items()} == {
+        path: type(module).__name__ for path, module in model.named_modules()
+    }
+    shapes = {
+        f"{path}.{item['name']}": item["shape"] for path, module in modules.items() for item in module["parameters"]
+    }
+    assert shapes == {path: list(x.shape) for path, x in model.named_parameters(remove_duplicate=False)}
+    assert note is None or ran.json["note"].startswith(note)
+    lines = harness("inspect", name, "--modules").out.splitlines()
+    assert next(line for line in lines if line.startswith("  lm_head")).endswith(place)
+    assert any(line.startswith(f"      {folded}") for line in lines) == (folded is not None)
+
+
+def test_the_modules_are_those_of_a_checkpoint(harness, golden):
+    ran = harness("inspect", "--modules")
+    assert (ran.status, ran.err[:4]) == (2, "H013")
+    ran = harness("inspect", golden, "--modules")
+    assert (ran.status, ran.err[:4]) == (2, "H001")
+
+
 def test_an_embedded_checkpoint_by_its_name(harness):
     assert harness("inspect", "qwen3-tiny", "--format", "json").json["kind"] == "checkpoint"
 

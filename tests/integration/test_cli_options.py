@@ -33,7 +33,7 @@ OPTIONS = {
         "expected actual --model --lora --device --truth --taps --lacking --require --close --local-files-only --format"
     ),
     "inspect": (
-        "path beside --tensor --row --slice --against --before --map --model --hf --engine --engine-option "
+        "path beside --tensor --row --slice --against --before --map --modules --model --hf --engine --engine-option "
         "--engine-timeout --engine-python --dtype --device --mtp --local-files-only --format"
     ),
     "new-adapter": "name --out",

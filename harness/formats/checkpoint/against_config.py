@@ -63,7 +63,7 @@ def _cached_expected_tensors(folder: Path, config: Mapping[str, Any]) -> dict[st
     if file is not None and (known := _read_cached(file)) is not None:
         return known
     may_be_patched = _transformers_is_imported()
-    asked_for = _expected_tensors(_meta_model(folder, config))
+    asked_for = _expected_tensors(meta_model(folder, config))
     if file is not None and not may_be_patched:
         with suppress(HarnessError):  # a cache that cannot be written costs time, not correctness
             write_text(file, json.dumps({"digest": json_digest(asked_for), "tensors": asked_for}))
@@ -101,12 +101,15 @@ def _transformers_is_imported() -> bool:
 
 def _expected_tensors(model: "PreTrainedModel") -> dict[str, Any]:
     """Return `shapes` of a model's tensors and its `tied` names, or the `reason` not to compare them."""
-    if _is_converted(model):
+    if is_converted(model):
         return {"reason": "transformers renames or merges this model's tensors as it loads them"}
-    return {"shapes": {name: list(tensor.shape) for name, tensor in model.state_dict().items()}, "tied": _tied(model)}
+    return {
+        "shapes": {name: list(tensor.shape) for name, tensor in model.state_dict().items()},
+        "tied": tied_tensors(model),
+    }
 
 
-def _meta_model(folder: Path, config: Mapping[str, Any]) -> "PreTrainedModel":
+def meta_model(folder: Path, config: Mapping[str, Any]) -> "PreTrainedModel":
     """Build the model that the config describes, without memory for its tensors."""
     import torch
     from transformers import AutoConfig
@@ -153,14 +156,14 @@ def auto_class(kind: str) -> Any:
     return AutoModelForImageTextToText if is_decoder else None
 
 
-def _is_converted(model: "PreTrainedModel") -> bool:
+def is_converted(model: "PreTrainedModel") -> bool:
     """Return whether transformers loads this model from tensors of other names than its modules have."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
-def _tied(model: "PreTrainedModel") -> dict[str, str]:
+def tied_tensors(model: "PreTrainedModel") -> dict[str, str]:
     """Return the tensors that are another one under a second name, with that name."""
     return dict(model.all_tied_weights_keys) if getattr(model.config, "tie_word_embeddings", False) else {}
 
