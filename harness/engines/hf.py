@@ -297,7 +297,8 @@ def _new_cache(config: Any, ends: Callable[[int, str], None]) -> Any:
 
 def _model_shape(hf: HFModel) -> ModelShape:
     try:
-        return _llama_like_shape(hf)
+        sizes = {"vocab_size": hf.vocab_size, "head_dim": hf.head_dim, "itemsize": hf.dtype.itemsize}
+        return llama_like_shape(hf.model, hf.config, **sizes)
     except AttributeError as error:
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE,
@@ -308,23 +309,29 @@ def _model_shape(hf: HFModel) -> ModelShape:
         ) from error
 
 
-def _llama_like_shape(hf: HFModel) -> ModelShape:
-    config, layers = hf.config, hf.model.model.layers
+def llama_like_shape(model: Any, config: Any, **sizes: Any) -> ModelShape:
+    """Return the shape of HF's model of a dense decoder like Llama; AttributeError for another.
+
+    Args:
+        model: the model; its weights are not read.
+        config: of the text model.
+        sizes: fields of the shape that the model does not say: `vocab_size`, `head_dim`, `itemsize`, ...
+    """
+    layers = model.model.layers
     first: Any = layers[0]
     return ModelShape(
         num_layers=len(layers),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
-        vocab_size=hf.vocab_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=hf.head_dim,
         has_qk_norm=hasattr(first.self_attn, "q_norm"),
-        itemsize=hf.dtype.itemsize,
         windows=tuple(_window(config, layer) for layer in layers),
         qkv_bias=first.self_attn.q_proj.bias is not None,
         o_bias=first.self_attn.o_proj.bias is not None,
         mlp_bias=first.mlp.gate_proj.bias is not None,
+        has_norms_behind=hasattr(first, "pre_feedforward_layernorm"),
+        **sizes,
     )
 
 

@@ -1,16 +1,16 @@
 """A profile for a terminal and as JSON: latencies, one line a phase, and where the time of each phase goes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.report.document import document, plain
 from harness.report.terminal import fitted_table
-from harness.results.profile import Frame, Percentiles, PhaseProfile, ProfileResult, TableRow
+from harness.results.profile import Frame, Percentiles, PhaseProfile, ProfileResult, RooflinePoint, TableRow
 
 MAX_OPERATORS = 12
 """Rows of the table by operator."""
 _DISPENSABLE_FIGURES = ("KV MiB", "steps", "CPU ms", "GFLOP", "peak MiB", "MBU", "MFU")
-_DISPENSABLE_TIMES = ("of one", "calls", "self us", "GPU us", "us")
+_DISPENSABLE_TIMES = ("of one", "MB", "MFLOP", "calls", "self us", "GPU us", "us")
 """Columns that go on a narrow terminal, the first one first."""
 
 
@@ -97,13 +97,15 @@ def _overhead(result: ProfileResult) -> str:
 def _phase(phase: PhaseProfile, width: int | None) -> str:
     title = f"{phase.name}: {phase.trace_wall_ms:.2f} ms in the trace, {phase.attributed_share:.1%} attributed"
     tables = (("layer", phase.layers), ("operation", phase.operations), ("operator", phase.operators[:MAX_OPERATORS]))
-    parts = [title, *(_rows(head, rows, width) for head, rows in tables if rows)]
+    costs = {point.name: point for point in phase.roofline[1:]}
+    parts = [title]
+    parts += [_rows(head, rows, width, costs if head == "operation" else {}) for head, rows in tables if rows]
     parts += [_peak(phase), *phase.notes]
     return "\n\n".join(part for part in parts if part)
 
 
-def _rows(head: str, rows: Sequence[TableRow], width: int | None) -> str:
-    """Return a table with a title, without columns that repeat another one."""
+def _rows(head: str, rows: Sequence[TableRow], width: int | None, costs: Mapping[str, RooflinePoint]) -> str:
+    """Return a table with a title, without columns that repeat another one; `costs` are by formula."""
     has_own = any(row.self_us != row.total_us for row in rows)
     has_spread = any(row.num_collapsed > 1 for row in rows)
     has_device = any(row.device_us is not None for row in rows)
@@ -116,12 +118,19 @@ def _rows(head: str, rows: Sequence[TableRow], width: int | None) -> str:
             f"{row.share:.1%}",
             *([_spread(row)] if has_spread else []),
             *([f"{row.device_us or 0:.0f}"] if has_device else []),
+            *(_cost(costs.get(row.name)) if costs else []),
         ]
         for row in rows
     ]
-    optional = (("self us", has_own), ("share", True), ("of one", has_spread), ("GPU us", has_device))
+    optional = [("self us", has_own), ("share", True), ("of one", has_spread), ("GPU us", has_device)]
+    optional += [("MFLOP", bool(costs)), ("MB", bool(costs))]
     header = [head, "calls", "us", *(name for name, is_shown in optional if is_shown)]
     return f"by {head}\n\n{fitted_table(lines, header, width=width, dispensable=_DISPENSABLE_TIMES)}"
+
+
+def _cost(point: RooflinePoint | None) -> list[str]:
+    """Return FLOPs and bytes of an operation by formula, which host work has not."""
+    return ["", ""] if point is None else [f"{point.flops / 1e6:,.3f}", f"{point.bytes_moved / 1e6:,.3f}"]
 
 
 def _spread(row: TableRow) -> str:

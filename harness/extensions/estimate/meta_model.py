@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from harness.engines.hf import llama_like_shape
+from harness.engines.stepping import ModelShape
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.locate import embedded_folder
 from harness.oracle.caches import caches_of
@@ -22,13 +23,13 @@ _DEPTH = 5
 
 
 def read_config(model: str) -> PreTrainedConfig:
-    """Return the text config of a folder, a config.json, an embedded checkpoint, or a model of the hub.
+    """Return the text config of a folder, a JSON file, an embedded checkpoint, or a model of the hub.
 
     Raises:
         HarnessError: MODEL_NOT_SIZED.
     """
     folder = embedded_folder(model)
-    place = str(folder) if folder is not None else str(Path(model).parent) if model.endswith(".json") else model
+    place = model if folder is None else str(folder)
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=False).get_text_config()
     except Exception as error:  # transformers raises whatever a hostile config makes it raise
@@ -73,6 +74,15 @@ class MetaModel:
         """Of one row of logits."""
         head = self._model.get_output_embeddings()
         return 0 if head is None else 2 * head.weight.numel()
+
+    def shape(self, **sizes: Any) -> ModelShape | None:
+        """Return what the formulas of operations need, with other sizes; None if they do not know such a decoder."""
+        config = self._config
+        try:
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            return llama_like_shape(self._model, config, vocab_size=config.vocab_size, head_dim=head_dim, **sizes)
+        except AttributeError:
+            return None
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters with their names, tied ones once."""

@@ -17,6 +17,19 @@ class PartSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperationSize:
+    """One operation in all layers, by its formula (docs/profiling.md): of a prompt, and of a token behind it."""
+
+    name: str
+    prefill_flops: int
+    """Of products and attention, or of pointwise work where it has none of them."""
+    prefill_bytes: int
+    """Read and written, if each operation is computed by itself."""
+    decode_flops: int
+    decode_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CachePart:
     """What layers of one kind keep of a request."""
 
@@ -55,6 +68,8 @@ class ModelSize:
     """Of a prompt of that length: products and attention, a multiply-add counting as two; masked pairs left out."""
     decode_flops: int
     """Of one token at that context."""
+    operations: tuple[OperationSize, ...] = ()
+    """In the order of computation; empty if the formulas do not add up to the FLOPs that torch counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +149,7 @@ def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
     if size.cache_parts:
         kept = [[part.name, f"{part.num_tensors:,}", _mb(part.num_bytes)] for part in size.cache_parts]
         blocks.append(fitted_table(kept, ["cache of", "tensors", "MB"], tablefmt=tablefmt))
+    blocks += _operations(size, tablefmt)
     if result.gpus:
         rows = [_row(gpu, result.num_requests) for gpu in result.gpus]
         requests = "1 request" if result.num_requests == 1 else f"{result.num_requests} requests"
@@ -146,6 +162,43 @@ def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
     if result.measured is not None:
         blocks += _measured(result.measured, [gpu.gpu for gpu in result.gpus], tablefmt)
     return printable("\n\n".join(blocks))
+
+
+_FORMULAS = {
+    "k_proj": "2 T D K H", "v_proj": "2 T D K H", "q_proj": "2 T D N H", "o_proj": "2 T N H D", "attention": "4 P N H",
+    "gate_proj": "2 T D F", "up_proj": "2 T D F", "down_proj": "2 T F D", "lm_head": "2 R D V", "act": "2 T F",
+    "norm": "4 T D + 2 T", "q_norm": "4 T N H + 2 T N", "k_norm": "4 T K H + 2 T K", "q_rope": "3.5 T N H",
+    "k_rope": "3.5 T K H", "attn_residual": "T D", "output": "T D",
+}  # fmt: skip
+"""FLOPs of each operation in a layer, by the end of its name; K and V that are stored cost none."""
+
+
+def _formula(name: str) -> str:
+    last = name.rpartition(".")[2]
+    return _FORMULAS.get("norm" if last.endswith("layernorm") else last, "")
+
+
+def _operations(size: ModelSize, tablefmt: str) -> list[str]:
+    """Return a row for each operation: its formula, and FLOPs and bytes of the prompt and of a token behind it."""
+    if not size.operations:
+        return ["No table by operation: the formulas know dense decoders like Llama's, and this is another."]
+    rows = [
+        [
+            operation.name,
+            _formula(operation.name),
+            f"{operation.prefill_flops / 1e9:,.3f}",
+            _mb(operation.prefill_bytes),
+            f"{operation.decode_flops / 1e9:,.6f}",
+            _mb(operation.decode_bytes),
+        ]
+        for operation in size.operations
+    ]
+    header = ["operation, all layers", "FLOPs in a layer", "prefill GFLOP", "MB", "decode GFLOP", "MB"]
+    return [
+        fitted_table(rows, header, num_names=2, tablefmt=tablefmt),
+        "T tokens, R rows of logits, D hidden size, F MLP, V vocabulary, N heads, K KV heads, H head size, P pairs of\n"
+        "a query and a key that it sees; MB if each operation reads its inputs and weights and writes its output.",
+    ]
 
 
 def _measured(measured: MeasuredProfile, gpus: list[str], tablefmt: str) -> list[str]:

@@ -16,8 +16,10 @@ from harness.extensions.estimate.report import (
     MeasuredPhase,
     MeasuredProfile,
     ModelSize,
+    OperationSize,
     PartSize,
 )
+from harness.profiling.formulas import operation_costs
 from harness.profiling.gate.baseline import from_profile
 from harness.results.profile import StepShape
 
@@ -196,6 +198,7 @@ def _size(meta: MetaModel, model: str, dtype: str, cache_dtype: str, context: in
     total, itemsize, cached = sum(counts.values()), ITEMSIZES[dtype], ITEMSIZES[cache_dtype]
     idle = counts["experts"] * (meta.num_experts - meta.num_chosen) // max(1, meta.num_experts)
     cache_bytes = meta.cache_bytes(context, cached)
+    prefill_flops, decode_flops = meta.prefill_flops(context), meta.decode_flops(context)
     # A tied embedding is multiplied with as the head.
     embedding = 0 if meta.is_tied else meta.embedding().numel()
     return ModelSize(
@@ -215,8 +218,36 @@ def _size(meta: MetaModel, model: str, dtype: str, cache_dtype: str, context: in
         cache_parts=_cache_parts(meta, context, cached),
         block_size=block_size,
         num_blocks=-(-context // block_size),
-        prefill_flops=meta.prefill_flops(context),
-        decode_flops=meta.decode_flops(context),
+        prefill_flops=prefill_flops,
+        decode_flops=decode_flops,
+        operations=_operations(meta, context, cached=cached, itemsize=itemsize, totals=(prefill_flops, decode_flops)),
+    )
+
+
+def _operations(
+    meta: MetaModel, context: int, *, cached: int, itemsize: int, totals: tuple[int, int]
+) -> tuple[OperationSize, ...]:
+    """Return the cost of each operation by formula, if the products add up to what torch counted; else nothing."""
+    activations = max(itemsize, ITEMSIZES["bfloat16"])
+    shape = meta.shape(itemsize=activations, weight_itemsize=float(itemsize), kv_itemsize=float(cached))
+    if shape is None:
+        return ()
+    steps = [
+        StepShape(phase=phase, query_lens=(rows,), context_lens=(context,), num_sampled=1)
+        for phase, rows in (("prefill", context), ("decode", 1))
+    ]
+    prefill, decode = (operation_costs(shape, [step]) for step in steps)
+    if tuple(sum(cost.flops for cost in costs.values()) for costs in (prefill, decode)) != totals:
+        return ()
+    return tuple(
+        OperationSize(
+            name=name,
+            prefill_flops=prefill[name].flops + prefill[name].elementwise_flops,
+            prefill_bytes=prefill[name].bytes_moved,
+            decode_flops=cost.flops + cost.elementwise_flops,
+            decode_bytes=cost.bytes_moved,
+        )
+        for name, cost in decode.items()
     )
 
 

@@ -1,11 +1,14 @@
 """Estimates against formulas of their own, against published sizes, and against engines."""
 
+import shutil
+
 import pytest
 import transformers
 
 from harness.engines import open_engine
 from harness.errors import Code, HarnessError
 from harness.extensions.estimate.meta_model import MetaModel, read_config
+from harness.extensions.estimate.report import estimate_text
 from harness.extensions.estimate.run import GPUS, estimate
 from harness.profiling.formulas import operation_costs
 from harness.results.profile import StepShape
@@ -35,6 +38,22 @@ def test_what_is_counted_is_what_the_formulas_say(checkpoints, name):
 
     assert size.decode_flops == flops(shape("decode", 1, CONTEXT))
     assert size.prefill_flops == flops(shape("prefill", CONTEXT, CONTEXT))
+
+
+@pytest.mark.parametrize("name", ["qwen2-tiny", "gemma3-tiny", "qwen3-moe-tiny"])
+def test_operations_are_listed_where_their_formulas_add_up(checkpoints, tmp_path, name):
+    """Of a config in a file of any name; an engine says the sizes by another way. Routers are in no formula of HF's."""
+    file = shutil.copy(checkpoints / name / "config.json", tmp_path / "mine.json")
+    size = sizes(file).size
+    engine = open_engine("reference", checkpoints / name, dtype="bfloat16", device="cpu", options={})
+    model = engine.open_session(max_num_tokens=64, max_num_seqs=1).model
+    costs = operation_costs(model, [shape("decode", 1, CONTEXT)])
+    expected = {site: (cost.flops + cost.elementwise_flops, cost.bytes_moved) for site, cost in costs.items()}
+    listed = {item.name: (item.decode_flops, item.decode_bytes) for item in size.operations}
+    assert listed == ({} if name == "qwen3-moe-tiny" else expected)
+    text = estimate_text(sizes(file))
+    assert ("No table by operation" in text) == (not listed)
+    assert ("4 P N H" in text) == bool(listed)
 
 
 def config(tmp_path, kind, **fields):

@@ -55,6 +55,15 @@ def test_a_wide_terminal_loses_no_column(crowded: ProfileResult) -> None:
     assert "of one" not in profile_text(crowded, width=80)
 
 
+def test_an_operation_has_its_flops_and_bytes_by_formula():
+    one = phase()
+    operation = replace(one.roofline[0], name=one.operations[0].name, flops=12_345_000, bytes_moved=678_900)
+    text = profile_text(profile(replace(one, roofline=(one.roofline[0], operation))))
+    header, rule, row, *_ = text[text.index("by operation") :].splitlines()[2:]
+    assert header.split()[-2:] == ["MFLOP", "MB"]
+    assert row.split()[-2:] == ["12.345", "0.679"]
+
+
 def test_memory_that_was_not_measured_is_shown_nowhere():
     bare = replace(phase(), memory=None, snapshot=None, peak_bytes=None, bytes_allocated=None, operators=())
     result = profile(bare)
