@@ -81,6 +81,8 @@ CHECKS = Forms(
     human=f"{_REPORT}.check.dtypes:checks_text",
     markdown=f"{_REPORT}.check.dtypes:checks_markdown",
     json=f"{_REPORT}.check.dtypes:checks_json",
+    github=f"{_REPORT}.annotations:checks_github",
+    sarif=f"{_REPORT}.annotations:checks_sarif",
 )
 CHECK_COST = Forms(
     human=f"{_REPORT}.check.terminal:cost_text", markdown=f"{_REPORT}.check.terminal:cost_text", json=DOCUMENT
@@ -89,7 +91,12 @@ WEIGHTS = Forms(human=f"{_REPORT}.weights:weights_text", markdown=f"{_REPORT}.we
 DUMPS = Forms(human=f"{_REPORT}.dumps:dumps_text", is_fenced=True, json=DOCUMENT)
 MEASUREMENT = Forms(human=f"{_REPORT}.measurement:measurement_text", is_fenced=True, json=DOCUMENT)
 PROFILE = Forms(human=f"{_REPORT}.profile:profile_text", json=f"{_REPORT}.profile:profile_json")
-GATE = Forms(human=f"{_REPORT}.gate:gate_text", json=f"{_REPORT}.gate:gate_json")
+GATE = Forms(
+    human=f"{_REPORT}.gate:gate_text",
+    json=f"{_REPORT}.gate:gate_json",
+    github=f"{_REPORT}.annotations:gate_github",
+    sarif=f"{_REPORT}.annotations:gate_sarif",
+)
 TRACES = Forms(human=f"{_REPORT}.trace:summary_text", json=f"{_REPORT}.document:files_document")
 TRACE_DIFF = Forms(human=f"{_REPORT}.trace:diff_text", json=f"{_REPORT}.trace:diff_json")
 CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace:critical_paths_text", json=f"{_REPORT}.document:files_document")

@@ -48,12 +48,13 @@ OPTIONS = {
 }
 """Options and arguments of each command, in the order of its help."""
 FORMATS = {
-    "check": ["human", "markdown", "json"],
+    "check": ["human", "markdown", "json", "github", "sarif"],
     "golden": ["human", "json"],
     "record": ["human", "json"],
-    "diff": ["human", "markdown", "json"],
+    "diff": ["human", "markdown", "json", "github", "sarif"],
     "inspect": ["human", "json"],
     "profile": ["human", "json"],
+    "gate": ["human", "json", "github", "sarif"],
 }
 
 

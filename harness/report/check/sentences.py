@@ -158,7 +158,7 @@ def finding_lines(result: CheckResult) -> tuple[list[tuple[str, str]], str | Non
             left[finding.code] += 1
             continue
         only = "" if len(names) == len(result.runs) else f" [{', '.join(names)}]"
-        shown.append((finding.code.value, printable(_sentence(finding) + only)))
+        shown.append((finding.code.value, printable(finding_sentence(finding) + only)))
     rest = ", ".join(f"{number_left:,} more {code}" for code, number_left in left.items())
     return shown, f"and {rest}" if left else None
 
@@ -171,7 +171,8 @@ def _cause_only(explanation: Explanation | None) -> Explanation | None:
     return replace(explanation, residual_before=None, residual_after=None, **nothing)  # type: ignore[arg-type]
 
 
-def _sentence(finding: Finding) -> str:
+def finding_sentence(finding: Finding) -> str:
+    """Return a finding in words, with its place and its cause."""
     tap = f"{finding.tap}: " if finding.tap and finding.tap not in finding.message else ""
     place = ", ".join(
         f"{name} {value}"
