@@ -30,6 +30,7 @@ _NAME_WIDTH = 60
 def summary_text(summaries: Sequence[TraceSummary], *, peak_flops_per_s: float | None = None) -> str:
     """Return one block a file; products as shares of a peak where one is given."""
     parts = [*(_summary(summary, peak_flops_per_s) for summary in summaries), _devices(summaries), _graphs(summaries)]
+    parts.append(_waits_for_ranks(summaries))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -84,7 +85,7 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
             delay = f"{launches.delay_us_median:,.1f}"
             rows.append(
                 [
-                    *_cells(None if summary.rank is None else str(summary.rank), device.span_us, busy, *idle_us),
+                    *_cells(_trace_name(summary, summaries), device.span_us, busy, *idle_us),
                     *_cells(launches.num_launches, delay, launches.num_shorter_than_launch),
                     *(_cells(hidden.total_us, f"{hidden.hidden_share:.0%}") if hidden else ("-", "-")),
                 ]
@@ -94,11 +95,39 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
     return fitted_table(rows, header) if rows else ""
 
 
+def _trace_name(summary: TraceSummary, summaries: Sequence[TraceSummary]) -> str:
+    """Return the rank of a trace, or its file where it has none, or the rank of another one."""
+    is_alone = [item.rank for item in summaries].count(summary.rank) == 1
+    return str(summary.rank) if summary.rank is not None and is_alone else _shown(summary.path.rpartition("/")[2], 30)
+
+
+def _waits_for_ranks(summaries: Sequence[TraceSummary]) -> str:
+    """Return how long ranks wait for each other in collectives, by durations: no clock needs to agree with another.
+
+    A collective ends for all at once. The rank that comes last is in it for the shortest time, and the others wait.
+    """
+    of_devices = [[device.communication for device in summary.devices if device.communication] for summary in summaries]
+    sides = [{name: us for item in items for name, us in item.durations_us.items()} for items in of_devices]
+    if len(summaries) < 2 or not all(sides):
+        return ""
+    names = [name for name in sides[0] if len({len(side.get(name, ())) for side in sides}) == 1]
+    waits = [0.0] * len(sides)
+    for name in names:
+        for together in zip(*(side[name] for side in sides), strict=True):
+            waits = [wait + us - min(together) for wait, us in zip(waits, together, strict=True)]
+    last, paired = waits.index(min(waits)), sum(len(sides[0][name]) for name in names)
+    left = sum(len(us) for us in sides[0].values()) - paired
+    rows = [[_trace_name(summary, summaries), f"{wait:,.0f}"] for summary, wait in zip(summaries, waits, strict=True)]
+    text = f"in {paired:,} collectives that all have, the others wait for {rows[last][0]}, {max(waits) / 1e3:,.2f} ms at most"
+    text += f"; {left:,} that not all have alike are left out" if left else ""
+    return f"{text}\n\n{fitted_table(rows, ['rank', 'waits us'])}" if paired else ""
+
+
 def _graphs(summaries: Sequence[TraceSummary]) -> str:
     """Return the replays of graphs: how long, how much of it idle, and which is the slowest."""
     rows = [
         [
-            *_cells(summary.rank if summary.rank is None else str(summary.rank), graph.num_nodes, graph.count),
+            *_cells(_trace_name(summary, summaries), graph.num_nodes, graph.count),
             *_cells(graph.call_us, graph.replay_us_median, graph.replay_us_max),
             *_cells(f"#{graph.slowest} at {graph.slowest_at_us / 1e3:,.2f} ms"),
             *_cells(graph.inside_idle_us, graph.between_idle_us),

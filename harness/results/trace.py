@@ -194,6 +194,8 @@ class Communication:
     """While some other kernel computed."""
     compute_us: float
     """While some kernel that is no collective and no copy ran."""
+    durations_us: dict[str, tuple[float, ...]]
+    """Of each kernel, by name, in order of time."""
 
     @property
     def hidden_share(self) -> float:

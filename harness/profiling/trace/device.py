@@ -147,8 +147,15 @@ def _communication(trace: Trace, kernels: NDArray[np.int64]) -> Communication | 
     compute = covered(start[computing], end[computing])
     both = is_collective | computing
     hidden = total + compute - covered(start[both], end[both])
+    durations: dict[str, list[float]] = {}
+    for event in kernels[is_collective][np.argsort(start[is_collective], kind="stable")].tolist():
+        durations.setdefault(trace.name_of(event), []).append(int(trace.duration_ns[event]) / 1e3)
     return Communication(
-        num_kernels=int(is_collective.sum()), total_us=total / 1e3, hidden_us=hidden / 1e3, compute_us=compute / 1e3
+        num_kernels=int(is_collective.sum()),
+        total_us=total / 1e3,
+        hidden_us=hidden / 1e3,
+        compute_us=compute / 1e3,
+        durations_us={name: tuple(values) for name, values in durations.items()},
     )
 
 

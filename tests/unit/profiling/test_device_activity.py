@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from harness.profiling.trace.device import device_activity
 from harness.profiling.trace.file import read_trace, trace_files
 from harness.profiling.trace.nesting import flame
 from harness.profiling.trace.summary import summarize
-from harness.report.trace import flame_html
+from harness.report.trace import flame_html, summary_text
 
 from .cuda_trace import KERNELS, cuda_trace, write_ranks
 
@@ -84,6 +85,11 @@ def test_the_ranks_of_a_folder_stand_side_by_side(ranks):
     summaries = [summarize(file) for file in files]
     assert [summary.rank for summary in summaries] == [0, 1]
     assert [summary.devices[0].communication.total_us for summary in summaries] == [60.0, 90.0]
+    text = summary_text(summaries)
+    assert "in 1 collectives that all have, the others wait for 0, 0.03 ms at most" in text
+    twice = summary_text([summaries[0], replace(summaries[0], path="x/again.json")])
+    assert "rank0.pt.trace.json.gz" in twice, "of two files of one rank, the names tell them apart"
+    assert "again.json" in twice
 
 
 def test_a_pattern_says_what_a_phase_is(ranks):

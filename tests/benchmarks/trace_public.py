@@ -1,0 +1,127 @@
+"""Traces that others made: our counts beside those of a plain script, seconds and memory beside the peers'.
+
+    python tests/benchmarks/trace_public.py --peers PYTHON TRACE...
+
+PYTHON is an interpreter of an environment with HolisticTraceAnalysis (and pandas below 3) and TraceLens. Each reader is
+a process of its own; the plain script is `json` and loops, and knows nothing of ours.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+OURS = """
+import json, sys
+from pathlib import Path
+from harness.profiling.trace.summary import summarize
+summary = summarize(Path(sys.argv[1]))
+rows = summary.operators
+steps = [(phase.name, phase.count) for phase in summary.phases]
+print("RESULT" + json.dumps({
+    "events": summary.num_events,
+    "operators": sum(row.count for row in rows if row.device == "cpu"),
+    "kernels": sum(row.count for row in rows if row.device == "gpu"),
+    "kernel us": round(sum(row.total_us for row in rows if row.device == "gpu")),
+    "launches": sum(device.num_launches for device in summary.devices),
+    "replays": sum(graph.count for device in summary.devices for graph in device.graphs),
+    "other us": round(sum(row.total_us for row in rows if row.category == "other")),
+    "steps": steps[:3]}))
+"""
+HTA = """
+import gzip, json, sys, tempfile, logging
+logging.disable(logging.CRITICAL)
+from hta.trace_analysis import TraceAnalysis
+folder, file = tempfile.mkdtemp(), sys.argv[1]
+document = json.load(gzip.open(file) if file.endswith(".gz") else open(file))
+document.setdefault("distributedInfo", {})["rank"] = 0
+json.dump(document, gzip.open(folder + "/rank0.json.gz", "wt", 1))
+del document
+TraceAnalysis(trace_dir=folder).get_gpu_kernel_breakdown(visualize=False)
+"""
+TRACELENS = """
+import sys
+from TraceLens import TreePerfAnalyzer
+analyzer = TreePerfAnalyzer.from_file(sys.argv[1])
+analyzer.get_df_gpu_timeline(); analyzer.get_df_kernel_launchers()
+"""
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
+
+
+def plain(path: Path) -> dict[str, Any]:
+    """Count with loops alone."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        events = json.load(file)["traceEvents"]
+    complete = [event for event in events if event.get("ph") == "X"]
+    kernels = [event for event in complete if event.get("cat") in DEVICE]
+    calls: dict[int, list[str]] = {}
+    for event in complete:
+        category, number = event.get("cat", ""), event.get("args", {}).get("correlation", -1)
+        if category.endswith(("_runtime", "_driver", "Runtime")) and number != -1:
+            calls.setdefault(number, []).append(event["name"])
+    launching = {event.get("args", {}).get("correlation", -1) for event in kernels} & calls.keys()
+    return {
+        "events": len(events),
+        "operators": sum(event.get("cat", "") in ("cpu_op", "Operator", "") for event in complete),
+        "kernels": len(kernels),
+        "kernel us": round(sum(max(event.get("dur", 0), 0) for event in kernels)),
+        "launches": len(launching),
+        "replays": sum("GraphLaunch" in "".join(calls[number]) for number in launching),
+    }
+
+
+def timed(python: str, program: str, path: Path) -> tuple[float, float, str, bool]:
+    """Return seconds, peak MB and output of a process."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        [python, "-c", program, str(path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    return time.perf_counter() - begin, usage.ru_maxrss / 1024, output, status == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", required=True)
+    parser.add_argument("traces", type=Path, nargs="+")
+    options = parser.parse_args()
+    rows = []
+    for path in options.traces:
+        seconds, memory, output, _ = timed(sys.executable, OURS, path)
+        ours, expected = json.loads(output.rpartition("RESULT")[2]), plain(path)
+        differs = [
+            f"{name} {ours[name]:,} for {value:,}" for name, value in expected.items() if abs(ours[name] - value) > 1
+        ]
+        peers = [timed(options.peers, program, path) for program in (HTA, TRACELENS)]
+        cells = [f"{peer[0]:.1f} s, {peer[1]:,.0f} MB" if peer[3] else "error" for peer in peers]
+        share = f"{1 - ours['other us'] / ours['kernel us']:.0%}" if ours["kernel us"] else "-"
+        counts = [f"{ours[name]:,}" for name in ("events", "kernels", "launches", "replays")]
+        name = str(path.name).removesuffix(".gz").removesuffix(".json")[:44]
+        rows.append([name, *counts, share, ", ".join(differs) or "equal", f"{seconds:.1f} s, {memory:,.0f} MB", *cells])
+        print(rows[-1], file=sys.stderr, flush=True)
+    header = [
+        "trace",
+        "events",
+        "kernels",
+        "launches",
+        "replays",
+        "in a category",
+        "counts",
+        "ours",
+        "HTA",
+        "TraceLens",
+    ]
+    print(tabulate(rows, header, tablefmt="github"))
+
+
+if __name__ == "__main__":
+    main()
