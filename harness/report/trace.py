@@ -92,7 +92,9 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
             )
     header = ["rank", "GPU span us", "busy", "host late us", "queued us", "in graph us", "other us"]
     header += ["launches", "delay us", "short", "comm us", "hidden"]
-    return fitted_table(rows, header) if rows else ""
+    num_unknown = sum(device.launches.num_unknown for summary in summaries for device in summary.devices)
+    unknown = f"\n{num_unknown:,} kernels have no launching call in the trace: they are in no step and no phase"
+    return fitted_table(rows, header) + (unknown if num_unknown else "") if rows else ""
 
 
 def _trace_name(summary: TraceSummary, summaries: Sequence[TraceSummary]) -> str:
@@ -115,12 +117,13 @@ def _waits_for_ranks(summaries: Sequence[TraceSummary]) -> str:
     for name in names:
         for together in zip(*(side[name] for side in sides), strict=True):
             waits = [wait + us - min(together) for wait, us in zip(waits, together, strict=True)]
-    last, paired = waits.index(min(waits)), sum(len(sides[0][name]) for name in names)
-    left = sum(len(us) for us in sides[0].values()) - paired
+    last, num_paired = waits.index(min(waits)), sum(len(sides[0][name]) for name in names)
+    num_left = sum(len(us) for us in sides[0].values()) - num_paired
     rows = [[_trace_name(summary, summaries), f"{wait:,.0f}"] for summary, wait in zip(summaries, waits, strict=True)]
-    text = f"in {paired:,} collectives that all have, the others wait for {rows[last][0]}, {max(waits) / 1e3:,.2f} ms at most"
-    text += f"; {left:,} that not all have alike are left out" if left else ""
-    return f"{text}\n\n{fitted_table(rows, ['rank', 'waits us'])}" if paired else ""
+    whom = rows[last][0] if min(waits) < 0.5 * max(waits) else "each other in turn"
+    text = f"in {num_paired:,} collectives that all have, ranks wait for {whom}, up to {max(waits) / 1e3:,.2f} ms"
+    text += f"; {num_left:,} that not all have alike are left out" if num_left else ""
+    return f"{text}\n\n{fitted_table(rows, ['rank', 'waits us'])}" if num_paired else ""
 
 
 def _graphs(summaries: Sequence[TraceSummary]) -> str:

@@ -29,7 +29,8 @@ def explain(diff: TraceDiff) -> str:
     rows = [row for row in diff.changes if _is_of(row, phase, diff)]
     alone = " (single steps: their noise is unknown)" if step.noise is None else ""
     if phase.phase in diff.unlike:
-        cause = f"the steps are of other sizes, {phase.sizes_after[0]} for {phase.sizes_before[0]}"
+        sizes = (next(iter(side), "steps of no stated size") for side in (phase.sizes_after, phase.sizes_before))
+        cause = f"the steps are of other sizes, {' for '.join(sizes)}"
     elif abs(between.added) > abs(step.added):
         longest = _largest([row for row in diff.changes if row.phase is None], "python", "cpu", "call")
         most = f", most of it in {longest.short_name}" if longest and longest.added_us * between.added > 0 else ""

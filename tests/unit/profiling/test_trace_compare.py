@@ -95,6 +95,9 @@ def test_steps_of_like_size_are_compared_with_like(tmp_path):
     assert unlike.unlike == ("decode",)
     assert "of other sizes, 64 requests for 8 requests" in unlike.sentence
     assert "all of them are compared" in diff_text(unlike)
+    text = after.read_text().replace("execute_context_0(0)_generation_", "decode[").replace(")", "]").replace("(", "=")
+    (tmp_path / "e.json").write_text(text)
+    assert "8 requests for steps of no stated size" in diff_files(tmp_path / "e.json", before).sentence
 
 
 def test_a_step_that_is_annotated_twice_is_one(tmp_path):
