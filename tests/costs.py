@@ -15,7 +15,9 @@ from zlib import crc32
 
 EXPENSIVE_S = 0.3
 """Seconds of a case from which on a test is sampled."""
-FILE_S, FILE_SHARE = 1.5, 0.15
+SLOW_S = 5.0
+"""Seconds of a case from which on it is slow, whatever else its file has."""
+FILE_S, FILE_SHARE = 1.0, 0.1
 """The expensive tests of a file may take so many seconds, or this share of what all of them take if that is more."""
 COSTS = Path(__file__).with_suffix(".txt")
 
@@ -31,7 +33,7 @@ def mean_costs() -> dict[str, float]:
 def too_expensive(cases: Sequence[str], costs: Mapping[str, float]) -> set[str]:
     """Return the cases of a file that the default suite leaves out, by their node ids.
 
-    Each file keeps one expensive case at least. Which ones it keeps depends on their names alone, and other tests come
+    Each file keeps one expensive case at least, if it has one that is not slow. Which ones it keeps depends on their names alone, and other tests come
     before a second case of the same test.
     """
     cost_of = {case: costs[test] for case in cases if (test := case.partition("[")[0]) in costs}
@@ -42,12 +44,12 @@ def too_expensive(cases: Sequence[str], costs: Mapping[str, float]) -> set[str]:
         order.append((turns[test], len(order), case))
         turns[test] += 1
     left = max(FILE_S, FILE_SHARE * sum(cost_of.values()))
-    left_out = set()
-    for at, (_, _, case) in enumerate(sorted(order)):
-        if at and cost_of[case] > left:
+    left_out, keeps_any = set(), False
+    for _, _, case in sorted(order):
+        if cost_of[case] >= SLOW_S or (keeps_any and cost_of[case] > left):
             left_out.add(case)
         else:
-            left -= cost_of[case]
+            left, keeps_any = left - cost_of[case], True
     return left_out
 
 
