@@ -10,6 +10,7 @@ import torch
 
 from harness.engines import Engine, is_foreign, open_engine
 from harness.errors import Code, HarnessError
+from harness.formats.auto_prompts import auto_requests
 from harness.formats.case import DTYPES, Case, RequestSpec, load_case
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, embedded_cases, resolve
 from harness.formats.checkpoint.locate import embedded_folder, foreign_reader_note
@@ -99,9 +100,12 @@ def plan_request(
     Raises:
         HarnessError: an option is invalid, or a name cannot be resolved.
     """
-    base = _default_case(changes) if case is None else case
+    base = _default_case(changes, local_files_only=local_files_only) if case is None else case
     chosen = base.replaced(**changes)
     plan = replace(plan_case(chosen, local_files_only=local_files_only), subject=subject)
+    if case is None and not changes.get("requests") and changes.get("model") is not None:
+        lengths = ", ".join(str(len(prompt.token_ids)) for prompt in plan.prompts)
+        plan = replace(plan, notes=(*plan.notes, f"no prompt was given: requests of {lengths} random tokens"))
     dropped = [trigger for trigger in base.require if trigger not in chosen.require]
     if not dropped:
         return plan
@@ -121,8 +125,8 @@ def plan_engine(**changes: Any) -> Plan:
     return plan_request(requests=[RequestSpec(token_ids=[0])], max_new_tokens=1, schedules=["plain"], **changes)
 
 
-def _default_case(changes: Mapping[str, Any]) -> Case:
-    """Return the embedded default case, or a new case for the model and prompts of the user."""
+def _default_case(changes: Mapping[str, Any], *, local_files_only: bool) -> Case:
+    """Return the embedded default case, or a new case for the model of the user, with prompts if there are none."""
     model, engine, requests = changes.get("model"), changes.get("engine"), changes.get("requests")
     default = load_case(embedded_cases() / "default.toml")
     if requests:  # a new workload, not a change of the default one
@@ -130,8 +134,8 @@ def _default_case(changes: Mapping[str, Any]) -> Case:
     if model is not None and embedded_folder(str(model)) is not None:  # all of them recite
         return default.model_copy(update={"model": model, "schedules": []})
     if model is not None:
-        what, hint = "a model of your own needs a prompt", 'add --prompt "..." or --token-ids 1,2,3'
-        raise HarnessError(Code.EMPTY_PROMPT, what, where="--model", actual="no prompt", hint=hint)
+        folder = resolve(model, local_files_only=local_files_only, hf=changes.get("hf"))
+        return Case(schema_version=1, model=model, requests=auto_requests(Checkpoint(folder).config))
     # The schedules of the default case are for its own engine; another engine may follow different ones.
     return default if engine in (None, default.engine) else default.model_copy(update={"schedules": []})
 

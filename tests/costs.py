@@ -33,8 +33,8 @@ def mean_costs() -> dict[str, float]:
 def too_expensive(cases: Sequence[str], costs: Mapping[str, float]) -> set[str]:
     """Return the cases of a file that the default suite leaves out, by their node ids.
 
-    Each file keeps one expensive case at least, if it has one that is not slow. Which ones it keeps depends on their names alone, and other tests come
-    before a second case of the same test.
+    Each file keeps one expensive case at least, if it has one that is not slow. Which ones it keeps depends on their
+    names alone, and other tests come before a second case of the same test.
     """
     cost_of = {case: costs[test] for case in cases if (test := case.partition("[")[0]) in costs}
     turns: dict[str, int] = defaultdict(int)

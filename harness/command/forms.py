@@ -83,6 +83,7 @@ CHECKS = Forms(
     json=f"{_REPORT}.check.dtypes:checks_json",
     github=f"{_REPORT}.annotations:checks_github",
     sarif=f"{_REPORT}.annotations:checks_sarif",
+    power=f"{_REPORT}.check.power:power_text",
 )
 CHECK_COST = Forms(
     human=f"{_REPORT}.check.terminal:cost_text", markdown=f"{_REPORT}.check.terminal:cost_text", json=DOCUMENT

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Self
 
 from harness.errors import Code
 from harness.results.merging import (
+    COMMON,
     LARGEST,
     LARGEST_COMPUTED,
     MEDIAN,
@@ -325,6 +326,10 @@ class Coverage:
     """Sites, or single taps, that were judged only through operations that use them."""
     not_judged: Annotated[tuple[str, ...], UNION] = ()
     """Sites, or single taps, that were not judged at all, nor through operations that use them."""
+    experts_not_chosen: Annotated[tuple[str, ...], COMMON] = ()
+    """Experts whose weights no row was computed with, by the tap of their router: `model.layers.0.mlp.gate[17]`."""
+    not_reached: Annotated[tuple[str, ...], COMMON] = ()
+    """Conditions that this model and engine may meet and that the workload did not reach."""
     states_left_out: Annotated[tuple[str, ...], UNION] = ()
     """Positions after which a state was read back and not judged: the truth would need to run too many tokens."""
     rows_ambiguous: Annotated[int, TOTAL] = 0
@@ -383,6 +388,38 @@ class AsServed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownMistake:
+    """A mistake that the harness can name, and whether a sound run would have shown it."""
+
+    tap: str
+    mistake: str
+    bound_share: float
+    """Largest error of a row under the mistake, as a share of the bound of the row."""
+    is_seen: bool
+    """Whether a row would have been out of bounds."""
+    needs: str | None = None
+    """What would bring it into sight; None if it is seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Power:
+    """What a pass would have shown of the mistakes that the harness can name."""
+
+    mistakes: tuple[KnownMistake, ...]
+    tried: tuple[str, ...]
+    """Taps of the operations, one of each site, whose mistakes were tried."""
+    not_tried: tuple[str, ...] = ()
+    """Taps of operations for which there was no time."""
+    failures: tuple[str, ...] = ()
+    """Explanations that raised an error, and where."""
+
+    @property
+    def num_seen(self) -> int:
+        """Mistakes that the run would have shown."""
+        return sum(mistake.is_seen for mistake in self.mistakes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """One schedule of one engine against the golden."""
 
@@ -405,6 +442,8 @@ class RunResult:
     """Digest of the whole recording: equal if and only if every number is equal. None if a step has no digest."""
     as_served: AsServed | None = None
     """The same schedule as served; None for all schedules but the last."""
+    power: Power | None = None
+    """What the run would have shown of known mistakes; None for all schedules but the last, and if it is no pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -453,6 +492,11 @@ class CheckResult:
     def as_served(self) -> AsServed | None:
         """The schedule that was run as served; None if recordings were compared."""
         return next((run.as_served for run in self.runs if run.as_served), None)
+
+    @property
+    def power(self) -> Power | None:
+        """What the check would have shown of known mistakes; None if it is no pass, or if recordings were compared."""
+        return next((run.power for run in self.runs if run.power), None) if self.outcome is Outcome.PASS else None
 
     @property
     def first_divergence(self) -> Divergence | None:

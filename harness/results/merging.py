@@ -66,6 +66,12 @@ WORST = Rule(None)
 TOTAL = Rule(lambda parts, name: sum(_values(parts, name)))
 UNION = Rule(lambda parts, name: tuple(dict.fromkeys(item for value in _values(parts, name) for item in value)))
 """Each item once, in the order of the parts."""
+COMMON = Rule(
+    lambda parts, name: tuple(
+        item for item in getattr(parts[0], name) if all(item in values for values in _values(parts, name))
+    )
+)
+"""Items that all parts have, in the order of the first."""
 LARGEST = Rule(lambda parts, name: largest(_values(parts, name)))
 SMALLEST = Rule(lambda parts, name: smallest(_values(parts, name)))
 MEDIAN = Rule(_median)

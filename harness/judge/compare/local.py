@@ -45,6 +45,10 @@ class LocalJudgement:
     """By tap, in the order of the run."""
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     """Of taps with wrong rows."""
+    sound: Mapping[str, Evidence] = field(default_factory=dict)
+    """Some rows of one sound operation of each site: what known mistakes would have made of them."""
+    not_chosen: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By tap of a router: the experts that no row chose."""
     is_partial: bool = False
     """Whether the replay ended at the first part of the model with a wrong operation: later parts were not judged."""
     sampled: SampledRows = field(default_factory=SampledRows)
@@ -67,6 +71,8 @@ class _TapTotals:
         return beyond_control(self.effects, self.control_effects, allowance=allowance)
 
 
+_SOUND_ROWS, _SOUND_QUERIES = 48, 8
+"""Sound rows that are kept of an operation; of attention, whose rows are those of the two longest requests."""
 _Measured = tuple[TapRows, LocalErrors, torch.Tensor]
 """Rows of one operation, their errors, and [R] bool which of them are wrong: those out of bounds; or all of them, where
 only together they have a direction that rounding does not have."""
@@ -99,6 +105,8 @@ class LocalJudge(Judge):
         self._workers = Workers[_Measured]() if workers is None else workers
         self._totals: dict[str, _TapTotals] = {}
         self._num_kept = Counter[str]()
+        self._sound: dict[tuple[str, int | None], Evidence] = {}
+        self._not_chosen: dict[str, set[int]] = {}
         self._stops_early, self._has_bad = stops_early, False
 
     def add(self, rows: TapRows) -> None:
@@ -112,6 +120,10 @@ class LocalJudge(Judge):
         totals.errors.append(errors)
         if errors.num_bad:
             self._keep_evidence(rows, totals, errors, errors.bad)
+
+    def choose(self, operation: Operation, chosen: torch.Tensor, num_scores: int) -> None:
+        """See `Judge.choose`."""
+        self._not_chosen.setdefault(operation.tap, set(range(num_scores))).difference_update(chosen.unique().tolist())
 
     def settle(self) -> None:
         """See `Judge.settle`."""
@@ -147,6 +159,8 @@ class LocalJudge(Judge):
         self._has_bad |= bool(errors.bad.any()) and not rows.unrecorded
         if bool(wrong.any()):
             self._keep_evidence(rows, totals, errors, wrong)
+        else:
+            self._keep_sound(rows, errors)
 
     def _is_within_part(self, rows: TapRows) -> bool:
         """Whether the unrecorded taps before the operation all stand in its part of the model."""
@@ -186,32 +200,51 @@ class LocalJudge(Judge):
         return (effects, errors) if beyond_control(under_best, None, allowance=best.allowance) else (under_best, best)
 
     def _keep_evidence(self, rows: TapRows, totals: _TapTotals, errors: LocalErrors, bad: torch.Tensor) -> None:
-        """Keep wrong rows with their inputs; of choices, with the truth's scores as their inputs."""
-        operation, is_choice = rows.operation, rows.operation.kind is Kind.CHOICE
-        if not self._is_kept(operation, totals):
+        """Keep wrong rows."""
+        if self._is_kept(rows.operation, totals):
+            totals.evidence.append(self._evidence(rows, errors, bad))
+
+    def _keep_sound(self, rows: TapRows, errors: LocalErrors) -> None:
+        """Keep some sound rows of the first layer of each site, with the bounds that wrong rows would have."""
+        operation = rows.operation
+        site = operation.site, operation.window
+        if site in self._sound or rows.unrecorded:
             return
+        usable, most = errors.roundings.isfinite(), _SOUND_ROWS
+        if operation.kind is Kind.ATTENTION:
+            lines, sequences = rows.places // rows.batch.num_tokens, rows.batch.sequences
+            longest = sorted(range(len(sequences)), key=lambda line: -len(sequences[line]))[:2]
+            usable, most = usable & torch.isin(lines, torch.tensor(longest)), _SOUND_QUERIES
+        chosen = torch.zeros_like(usable)
+        chosen[spread(usable.nonzero()[:, 0].flip(0).tolist(), most)] = True
+        if bool(chosen.any()):
+            bound = errors.bound.clone()
+            bound[chosen] = self._rows.bound_if_wrong(rows.select(chosen), errors, bound[chosen])
+            self._sound[site] = self._evidence(rows, replace(errors, bound=bound), chosen)
+
+    def _evidence(self, rows: TapRows, errors: LocalErrors, mask: torch.Tensor) -> Evidence:
+        """Return some of the rows with their inputs; of choices, with the truth's scores as their inputs."""
+        operation, is_choice = rows.operation, rows.operation.kind is Kind.CHOICE
         if operation.kind is Kind.ATTENTION and rows.value.call is not None:
-            contexts, kept = histories(rows.batch, rows.value.call, rows.places[bad])
+            contexts, kept = histories(rows.batch, rows.value.call, rows.places[mask])
             where = {place: at for at, place in enumerate(rows.places.tolist())}
             chosen = torch.tensor([where[place] for place in kept.tolist()])
             inputs = list[torch.Tensor]()
         else:
-            wrong = bad.nonzero()[:, 0]
-            contexts, chosen = (), wrong[torch.tensor(spread(range(len(wrong)), MAX_ROWS))]
+            some = mask.nonzero()[:, 0]
+            contexts, chosen = (), some[torch.tensor(spread(range(len(some)), MAX_ROWS))]
             inputs = [_scores(rows, rows.places[chosen])] if is_choice else rows.inputs(rows.places[chosen])
-        totals.evidence.append(
-            Evidence(
-                operation=operation,
-                rows=rows.batch.rows(rows.places[chosen]),
-                expected=rows.expected[chosen.to(rows.expected.device)].to("cpu", torch.float64).flatten(1),
-                inputs=[_kept_input(x) for x in inputs],
-                roundings=errors.roundings[chosen],
-                bound=errors.bound[chosen],
-                dtype=errors.dtype or torch.float32,  # the distances of choices have no unit
-                views=contexts,
-                unrecorded=() if is_choice else rows.unrecorded,
-                part_inputs=None if is_choice or rows.part is None else PartInputs(batch=rows.batch, call=rows.part),
-            )
+        return Evidence(
+            operation=operation,
+            rows=rows.batch.rows(rows.places[chosen]),
+            expected=rows.expected[chosen.to(rows.expected.device)].to("cpu", torch.float64).flatten(1),
+            inputs=[_kept_input(x) for x in inputs],
+            roundings=errors.roundings[chosen],
+            bound=errors.bound[chosen],
+            dtype=errors.dtype or torch.float32,  # the distances of choices have no unit
+            views=contexts,
+            unrecorded=() if is_choice else rows.unrecorded,
+            part_inputs=None if is_choice or rows.part is None else PartInputs(batch=rows.batch, call=rows.part),
         )
 
     def _is_kept(self, operation: Operation, totals: _TapTotals) -> bool:
@@ -227,6 +260,8 @@ class LocalJudge(Judge):
         return LocalJudgement(
             errors={tap: self._errors(tap, self._totals[tap]) for tap in in_order},
             evidence={tap: merged(self._totals[tap].evidence) for tap in in_order if self._totals[tap].evidence},
+            sound={evidence.operation.tap: evidence for evidence in self._sound.values()},
+            not_chosen={tap: tuple(sorted(experts)) for tap, experts in self._not_chosen.items() if experts},
             is_partial=self.is_decided,
         )
 

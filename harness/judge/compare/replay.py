@@ -91,6 +91,9 @@ class Judge:
     def add(self, rows: TapRows) -> None:
         """Judge some rows of an operation, now or before `settle` returns."""
 
+    def choose(self, operation: Operation, chosen: torch.Tensor, num_scores: int) -> None:
+        """Note what the rows of a batch chose, [rows, ..., k] int64, of so many scores."""
+
     def settle(self) -> None:
         """Finish the rows that were added, before their weights are freed."""
 
@@ -175,6 +178,9 @@ class Replay:
             self._judge_rows(value, here, at)
             replaced = self._put_back(value, recorded, here, at)
         self._is_recorded[tap] = is_recorded
+        if value.scores is not None and not value.operation.among_tokens:
+            rows = value.in_all_places(value.rows if replaced is None else replaced, self._batch.num_places)
+            self._judge.choose(value.operation, rows[self._batch.is_own], value.scores.shape[-1])
         self._keep(value, replaced)
         return replaced
 

@@ -246,6 +246,13 @@ class RowJudge:
             bound[is_open] = derived_bound(model, dtype, self._sensitivity(some), some.expected)
         return bound
 
+    def bound_if_wrong(self, rows: TapRows, errors: LocalErrors, bound: torch.Tensor) -> torch.Tensor:
+        """Return the bounds [R] that sound rows would have if they were wrong: then sensitivities are measured."""
+        model = KINDS[rows.operation.kind].error_model
+        if model is None or rows.unrecorded or errors.dtype is None:
+            return bound
+        return torch.maximum(bound, derived_bound(model, errors.dtype, self._sensitivity(rows), rows.expected))
+
     def _sensitivity(self, rows: TapRows) -> Sensitivity:
         if rows.operation.kind is Kind.ATTENTION and rows.value.call is not None:
             return _attention_sensitivity(rows)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -58,6 +58,8 @@ class Comparison:
     """By tap: errors of operations that were judged separately, and of the caches and states read back."""
     evidence: Mapping[str, Evidence]
     """By tap: wrong rows of operations that were judged separately, and of states."""
+    sound: Mapping[str, Evidence] = field(default_factory=dict)
+    """By tap: some rows of one sound operation of each site."""
     states: StateRuns | None = None
     """Runs the high-precision model over recorded rows, and returns the resulting states."""
 
@@ -117,6 +119,7 @@ def compare_run(
         result=result,
         errors=judgements.errors,
         evidence={**judgements.local.evidence, **judgements.states.evidence},
+        sound=judgements.local.sound,
         states=judgements.runs,
     )
 
@@ -245,6 +248,9 @@ def _tokens_and_coverage(
         states_left_out=judgements.states.left_out,
         rows_left_out=sampled.left_out,
         least_rows_found=sampled.least_found,
+        experts_not_chosen=tuple(
+            f"{tap}[{expert}]" for tap, experts in judgements.local.not_chosen.items() for expert in experts
+        ),
     )
     return tokens, _with_what_was_judged(coverage, sides, judgements.judged, hf), [*differences, *gaps]
 

@@ -1,6 +1,6 @@
 """Triggers: conditions that a workload must reach, so that a check of it covers them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +72,17 @@ def reached_triggers(recording: Recording, traits: Traits | None = None) -> tupl
     reached = {name for step in recording.steps for name in _of_step(step, seen)}
     reached |= set() if traits is None else _of_model(recording, traits)
     return tuple(name for name in _MESSAGES if name in reached)
+
+
+def unreached_triggers(recording: Recording, reached: Collection[str], traits: Traits | None) -> tuple[str, ...]:
+    """Return the names of conditions that this model and engine can meet and that the workload did not reach."""
+    can_be_met = dict.fromkeys(_OF_ANY_ENGINE, True) | {
+        "new_block": any(step.block_tables for step in recording.steps),
+        "block_boundary": any(step.block_tables for step in recording.steps),
+        "window_exceeded": traits is not None and traits.window is not None,
+        "rope_extended": traits is not None and traits.original_positions is not None,
+    }
+    return tuple(name for name in _MESSAGES if can_be_met.get(name) and name not in reached)
 
 
 def _of_model(recording: Recording, traits: Traits) -> set[str]:
@@ -162,6 +173,7 @@ def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length:
     return is_one and int(made.min()) >= prompt_length
 
 
+_OF_ANY_ENGINE = ("decode", "chunked_prefill", "batch", "ragged_batch", "prefix_hit", "preempted")
 _MESSAGES: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
     "chunked_prefill": "no prompt was split into chunks (lower the chunk size or lengthen the prompt)",

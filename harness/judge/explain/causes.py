@@ -218,6 +218,11 @@ def _is_row(row: tuple[object, object]) -> bool:
     return isinstance(kind, Kind) and isinstance(explanations, list | tuple) and all(map(callable, explanations))
 
 
+def known_mistakes(kind: Kind) -> list[Explain]:
+    """Return the explanations of a kind that name a mistake, without those that only say how values differ."""
+    return [explain for stage in stages_of(kind) if stage is not _GENERIC for explain in stage]
+
+
 def causes_of(kind: Kind) -> list[Explain]:
     """Return everything that is tried for a kind, the likelier first."""
     return [explain for stage in stages_of(kind) for explain in stage]

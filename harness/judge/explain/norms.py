@@ -314,6 +314,8 @@ def changed_weights(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesi
     Causes: one weight of the norm is another: [*index*]; *n* weights of the norm are others; the weights of the norm
     are in another order; the norm's weights are none of this checkpoint's.
     """
+    if not wrong.can_be_fitted:
+        return
     x, weight, eps = norm.parts
     normed = x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     energy = normed.square().sum(dim=(0, 1)).clamp(min=torch.finfo(torch.float64).tiny)

@@ -47,7 +47,7 @@ def explain_run(comparison: Comparison, recording: Recording, expected: Golden, 
     if not any(finding.tap for finding in run.findings):
         return run
     with ExitStack() as stack:
-        explainer = _Explainer(comparison, recording, expected, hf, stack)
+        explainer = Explainer(comparison, recording, expected, hf, stack)
         findings = tuple(explainer.explained(finding) for finding in run.findings)
     by_tap = {finding.tap: finding.explanation for finding in findings if finding.explanation is not None}
     first = run.first_divergence
@@ -63,7 +63,7 @@ def wrong_operation(
     """Yield the wrong rows of a tap's operation, with its part of the model in float64; None without evidence."""
     evidence = comparison.evidence.get(tap)
     with torch.no_grad(), ExitStack() as stack:
-        explainer = _Explainer(comparison, recording, expected, hf, stack)
+        explainer = Explainer(comparison, recording, expected, hf, stack)
         explainer.hold(hf.graph[tap], stack)
         yield None if evidence is None else explainer.wrong_operation(evidence, stack)
 
@@ -94,7 +94,7 @@ def _explained(wrong: WrongOperation, where: str) -> Explanation:
     return with_failures(explanation, failures)
 
 
-class _Explainer:
+class Explainer:
     """Explains the operations of one recording."""
 
     def __init__(

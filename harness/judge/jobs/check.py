@@ -26,7 +26,7 @@ from harness.judge.compare.batch import RowSample
 from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.compare.propagated import what_logits_show
 from harness.judge.culprit import CULPRIT, SCRIPT, write_culprit
-from harness.judge.explain import explain_run, wrong_operation
+from harness.judge.explain import explain_run, power_of, wrong_operation
 from harness.judge.jobs.opened import (
     followed_schedules,
     match_taps,
@@ -46,6 +46,9 @@ from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt
 from harness.plan import Plan
 from harness.results.check import CheckResult, Divergence, Finding, NextPlace, Outcome, RunResult, TapSource
+
+_POWER_SHARE = 0.1
+"""Of the time of a check, what the search for mistakes that it would not have shown may take."""
 
 
 def run_check(plan: Plan, *, out: Path | None = None, progress: Progress | None = None) -> CheckResult:
@@ -85,7 +88,7 @@ def _check_engine(
         golden = cached or cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
         golden_s = time.perf_counter() - begin
         runs: list[RunResult] = []
-        for run in _run_schedules(plan, engine, golden, hf, out, report):
+        for run in _run_schedules(plan, engine, golden, hf, out, report, begin):
             runs.append(_with_source(with_settings(run, settings), engine.capabilities.sources))
             if time.perf_counter() > deadline or (plan.case.stops_early and run.outcome is Outcome.MISMATCH):
                 break
@@ -132,11 +135,13 @@ def _run_schedules(
     hf: HFModel,
     out: Path | None,
     report: Progress,
+    begin: float,
 ) -> Iterator[RunResult]:
     """Yield the result of each schedule; it runs when it is asked for."""
     for index, schedule in enumerate(plan.schedules):
         report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
-        yield _run_schedule(plan, engine, schedule, golden, hf, out, report, serves=index + 1 == len(plan.schedules))
+        is_last = index + 1 == len(plan.schedules)
+        yield _run_schedule(plan, engine, schedule, golden, hf, out, report, begin, serves=is_last)
 
 
 def _run_schedule(
@@ -147,6 +152,7 @@ def _run_schedule(
     hf: HFModel,
     out: Path | None,
     report: Progress,
+    check_begin: float,
     *,
     serves: bool,
 ) -> RunResult:
@@ -167,6 +173,10 @@ def _run_schedule(
             if serves:
                 report(f"{plan.case.engine}, {schedule}, as served", 0, 1)
                 result = with_served_run(result, plan, engine, schedule, actual, golden, hf, copies=copies)
+            if serves and result.outcome is Outcome.PASS:
+                report(f"{plan.case.engine}, {schedule}, power", 0, 1)
+                budget_s = _POWER_SHARE * (time.perf_counter() - check_begin)
+                result = replace(result, power=power_of(comparison, actual, golden, hf, budget_s=budget_s))
             return replace(result, engine_s=engine_s)
 
 

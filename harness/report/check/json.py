@@ -49,6 +49,7 @@ def check_json(result: CheckResult) -> dict[str, Any]:
         "findings": [plain(finding) | {"schedule": run.schedule} for run in result.runs for finding in run.findings],
         "seen": result.seen,
         "as_served": result.as_served,
+        "power": result.power,
         "notes": result.notes,
         "sources": [{"tap": tap} | plain(source) for tap, source in result.sources.items()],
         "runs": [run_json(run) for run in result.runs],
@@ -63,6 +64,7 @@ def run_json(run: RunResult) -> dict[str, Any]:
     """Return one run as plain dicts, lists, strings and finite numbers."""
     document: dict[str, Any] = plain(run)
     timings = {"engine": document.pop("engine_s"), "compare": document.pop("compare_s")}
+    document.pop("power")  # of the whole check
     return {"schedule": run.schedule, "verdict": document.pop("outcome"), **document, "timings_s": timings}
 
 

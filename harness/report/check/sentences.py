@@ -16,8 +16,10 @@ from harness.results.check import (
     Divergence,
     Explanation,
     Finding,
+    KnownMistake,
     LogitResult,
     Outcome,
+    Power,
     Provenance,
     RowId,
     RunResult,
@@ -31,6 +33,7 @@ from harness.results.merging import largest, smallest
 MAX_FINDINGS = 12
 MAX_FINDINGS_OF_A_CODE = 3
 MAX_NAMES = 8
+MAX_EXAMPLES = 2
 
 
 def number(value: float | None) -> str:
@@ -202,8 +205,12 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     yield "coverage", _coverage(coverage)
     if coverage.triggers:
         yield "reached", printable(", ".join(coverage.triggers))
+    if coverage.not_reached and result.outcome is Outcome.PASS:
+        yield "not reached", printable(", ".join(coverage.not_reached))
     if (sentence := _control(result)) is not None:
         yield "control", sentence
+    if result.power is not None:
+        yield "power", power_sentence(result.power)
     ways = {tap.name: tap.through for run in runs for tap in run.taps if tap.through}
     if ways:
         longest = max(map(len, ways.values()))
@@ -217,6 +224,40 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     timings = _timings(result.golden_s, runs)
     if timings:
         yield "timings", timings
+
+
+def power_sentence(power: Power) -> str:
+    """Return how many known mistakes a pass would have shown, and what the others need."""
+    total = f"{power.num_seen:,} of {count(len(power.mistakes), 'known mistake')}"
+    parts = [f"{total} in {count(len(power.tried), 'operation')} would have been seen"]
+    for needs, mistakes in _by_need(power):
+        parts.append(f"{len(mistakes):,} need {needs} ({_examples(mistakes)})")
+    if power.not_tried:
+        parts.append(f"for {count(len(power.not_tried), 'operation')} there was no time")
+    if power.failures:
+        parts.append(f"{count(len(power.failures), 'explanation')} could not be tried")
+    return printable("; ".join(parts))
+
+
+def _by_need(power: Power) -> list[tuple[str, list[KnownMistake]]]:
+    unseen = sorted((mistake for mistake in power.mistakes if not mistake.is_seen), key=_need)
+    return [(needs, list(mistakes)) for needs, mistakes in groupby(unseen, key=_need)]
+
+
+def _need(mistake: KnownMistake) -> str:
+    return mistake.needs or ""
+
+
+def _examples(mistakes: Sequence[KnownMistake]) -> str:
+    """Name a few mistakes, each with the operations that it was tried in."""
+    taps: dict[str, list[str]] = {}
+    for mistake in mistakes:
+        taps.setdefault(mistake.mistake, []).append(mistake.tap)
+    shown = [
+        f"{mistake}, in {names[0] if len(names) == 1 else count(len(names), 'operation')}"
+        for mistake, names in list(taps.items())[:MAX_EXAMPLES]
+    ]
+    return "; ".join(shown) + ("; ..." if len(taps) > MAX_EXAMPLES else "")
 
 
 def seen_sentence(result: CheckResult) -> str | None:
@@ -314,6 +355,9 @@ def _coverage(coverage: Coverage) -> str:
 def _not_judged(coverage: Coverage) -> str:
     """Return what a pass does not cover."""
     parts = [_names(coverage.not_judged)] if coverage.not_judged else []
+    if coverage.experts_not_chosen:
+        experts = count(len(coverage.experts_not_chosen), "expert")
+        parts.append(f"{experts} that no row chose: {_experts(coverage.experts_not_chosen)}")
     if coverage.only_through:
         parts.append(f"only through what is computed from them: {_names(coverage.only_through)}")
     if coverage.rows_ambiguous:
@@ -325,6 +369,18 @@ def _not_judged(coverage: Coverage) -> str:
     if coverage.judged_compute is not None and coverage.judged_compute < 1:
         parts.append(f"judged outputs are {100 * coverage.judged_compute:.0f} % of the model's multiply-adds")
     return "; ".join(parts) or "nothing"
+
+
+def _experts(names: Sequence[str]) -> str:
+    """Return experts by router: `model.layers.0.mlp.gate [0, 3, 5]`."""
+    routers = {router: list(group) for router, group in groupby(names, key=lambda name: name.rpartition("[")[0])}
+    return _names(
+        [
+            f"{router} [{', '.join(name.rpartition('[')[2][:-1] for name in experts[:MAX_NAMES])}"
+            + (f", ... {len(experts)} in all]" if len(experts) > MAX_NAMES else "]")
+            for router, experts in routers.items()
+        ]
+    )
 
 
 def _names(names: Sequence[str]) -> str:

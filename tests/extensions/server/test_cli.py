@@ -7,8 +7,6 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
-from .served import FOLDER
-
 REQUIRED = {"check": [], "sampler": [], "chat": [], "audit": ["--hypotheses", "bf16,fp8"], "load": []}
 """Options without which a command does not run."""
 NO_SENSE = [
@@ -18,7 +16,6 @@ NO_SENSE = [
     ("check", ["--again", -1], "--again"),
     ("check", ["--endpoint", "not a url"], "no URL"),
     ("check", ["--endpoint", ""], "given empty"),
-    ("check", ["--model", FOLDER], "needs a prompt"),
     ("sampler", ["--order", "alphabet"], "this is no order of the steps of a sampler"),
     ("sampler", ["--only", "greedy"], "there is no such setting"),
     ("sampler", ["--draws", 0], "--draws"),

@@ -12,7 +12,7 @@ from .examples import NUM_ROWS, build
 KEYS = [
     "schema_version", "verdict", "engine", "model", "dtype", "device", "num_requests", "num_rows", "num_taps",
     "schedules", "first_divergence", "taps", "tokens", "coverage", "timings_s", "findings", "seen", "as_served",
-    "notes", "sources", "runs", "schedules_not_run", "next",
+    "power", "notes", "sources", "runs", "schedules_not_run", "next",
 ]  # fmt: skip
 RUN_KEYS = {
     "schedule", "verdict", "num_rows", "taps", "findings", "first_divergence", "tokens", "logits", "coverage",
@@ -36,7 +36,8 @@ def test_the_keys_are_the_promised_ones(result: CheckResult):
     assert set(document["tokens"]) == {"compared", "equal", "ties"}
     assert set(document["coverage"]) == {
         "expected", "recorded", "missing", "missing_taps", "not_offered", "triggers", "only_through", "not_judged",
-        "judged_compute", "states_left_out", "rows_ambiguous", "rows_left_out", "least_rows_found",
+        "judged_compute", "states_left_out", "rows_ambiguous", "rows_left_out", "least_rows_found", "not_reached",
+        "experts_not_chosen",
     }  # fmt: skip
     assert set(document["timings_s"]) == {"golden", "engine", "compare"}
     assert document["first_divergence"] is None or set(document["first_divergence"]) == DIVERGENCE_KEYS

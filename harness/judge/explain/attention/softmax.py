@@ -84,6 +84,8 @@ def _fitted_scale(wrong: WrongOperation) -> float:
     rows (Gauss-Newton): where each row holds mostly rounding, a few say nothing.
     """
     view = wrong.views[0]
+    if not wrong.can_be_fitted:
+        return view.scale
     probe = view.select(torch.arange(min(len(view.rows), 4)))
     rows = wrong.rows_of(view)[: len(probe.rows)]
     searched = fitted_factor(view.scale, lambda scale: wrong.misfit(rows, probe.attend(scale=scale)))
@@ -149,6 +151,8 @@ def bias_added(wrong: WrongOperation) -> Iterator[Hypothesis]:
     alibi = torch.exp2(-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
     output = wrong.over_views(lambda context: biased(context, alibi))
     yield Hypothesis(cause="ALiBi is added to the scores, which the model does not have", output=output)
+    if not wrong.can_be_fitted:
+        return
     probe = view.select(torch.arange(len(view.rows))[-_PROBES:])
     rows = wrong.rows_of(view)[-_PROBES:]
     slope = fitted_factor(0.1, lambda context: wrong.misfit(rows, biased(probe, torch.full_like(alibi, context))))
@@ -210,7 +214,7 @@ def other_cap(wrong: WrongOperation) -> Iterator[Hypothesis]:
     *value* instead of *value*.
     """
     right = wrong.views[0].softcap
-    fitted = _fitted_cap(wrong)
+    fitted = _fitted_cap(wrong) if wrong.can_be_fitted else _CAPS[0]
     for cap, num_fitted in (*((item, 0) for item in _CAPS), (float(f"{fitted:.4g}"), 1)):
         if cap == right or (num_fitted and cap in _CAPS):
             continue

@@ -108,6 +108,11 @@ class WrongOperation(Evidence):
         return float((self.downstream.push(output, rows) - self.downstream.actual[rows]).norm())
 
     @property
+    def can_be_fitted(self) -> bool:
+        """Whether what was recorded says how the operation is wrong; not of what stands after it, nor of sound rows."""
+        return self.actual is not self.expected
+
+    @property
     def positions(self) -> torch.Tensor:
         """[R] int64: of rotary in a layer that predicts further tokens, those of the tokens that it looks ahead to."""
         return self.rows.position + self.operation.positions_ahead

@@ -129,7 +129,7 @@ def _other_types(
         for factor in _FACTORS if name != meant else ():
             cause = f"rope scaling: {name} with factor {factor:g}, {instead}"
             yield cause, {**base, "rope_type": name, "factor": factor}, 0
-    fitted = None if wrong.actual is wrong.expected else _fitted_stretch(wrong, right)
+    fitted = _fitted_stretch(wrong, right) if wrong.can_be_fitted else None
     if fitted is not None:
         cause = f"rope scaling: linear with factor {fitted:g}, {instead}"
         yield cause, {**base, "rope_type": "linear", "factor": fitted}, 1
@@ -201,7 +201,7 @@ def _fitted_thetas(
     wrong: WrongOperation, right: Rotation, based_on: Callable[[WrongOperation, Rotation, float], Rotation | None]
 ) -> list[float]:
     """Return the base under which the pairs turn most nearly as they did, rounded to two digits and to six."""
-    if wrong.actual is wrong.expected:  # what was recorded stands after something else: nothing can be fitted
+    if not wrong.can_be_fitted:
         return []
     turned = turned_by(wrong, right)
 

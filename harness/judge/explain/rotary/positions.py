@@ -24,6 +24,8 @@ _AXES = ("time", "height", "width")
 @with_rotation
 def other_positions(wrong: WrongOperation, right: Rotation) -> Causes:
     """Each row is rotated for the position that fits it best; what those positions have in common is the cause."""
+    if not wrong.can_be_fitted:
+        return
     # As far as positions get that run on through the largest step, or one too far.
     highest = int(wrong.positions.max()) + 2 + max(len(step.position) for step in wrong.recording.steps)
     if highest > _MAX_POSITIONS:

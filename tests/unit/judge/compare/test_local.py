@@ -52,6 +52,9 @@ class Rows:
         self.asked.append(dtype)
         return replace(self.prepared.pop(0), rows=rows.rows)
 
+    def bound_if_wrong(self, rows, errors, bound):
+        return bound
+
     def under_best_convention(self, rows, errors):
         return self.convention and replace(self.convention, rows=rows.rows)
 

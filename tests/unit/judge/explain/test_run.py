@@ -12,7 +12,7 @@ from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import Locator, Rows
 from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.explain import run
-from harness.judge.explain.run import _Explainer, explain_run
+from harness.judge.explain.run import Explainer, explain_run
 from harness.oracle.golden import Golden
 from harness.results.check import Coverage, Divergence, Explanation, Finding, Outcome, RunResult, TokenResult, Verdict
 
@@ -66,7 +66,7 @@ def explainer(recordings):
         explanation = SimpleNamespace(
             result=result(*findings), errors=(errors or {}) | (caches or {}), evidence=evidence or {}, states=None
         )
-        return _Explainer(explanation, engine, Golden(golden), model, ExitStack())
+        return Explainer(explanation, engine, Golden(golden), model, ExitStack())
 
     return make
 
@@ -120,7 +120,7 @@ def finding(code, tap=None, **place):
 
 @pytest.mark.parametrize("code", [Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.SYSTEMATIC_ERROR])
 def test_findings_about_numbers_of_an_operation(explainer, monkeypatch, code):
-    monkeypatch.setattr(_Explainer, "explain", lambda self, operation: CAUSE if operation.tap == LINEAR else None)
+    monkeypatch.setattr(Explainer, "explain", lambda self, operation: CAUSE if operation.tap == LINEAR else None)
     assert explainer().explained(finding(code, LINEAR)).explanation == CAUSE
     assert explainer().explained(finding(code, "no such tap")).explanation is None
     assert explainer().explained(finding(code)).explanation is None
@@ -131,7 +131,7 @@ def test_an_explanation_that_raises_costs_the_finding_nothing(explainer, monkeyp
     def raises(self, operation):
         raise error
 
-    monkeypatch.setattr(_Explainer, "explain", raises)
+    monkeypatch.setattr(Explainer, "explain", raises)
     error = ZeroDivisionError("by zero")
     hypotheses = explainer().explained(finding(Code.LOCAL_ERROR, LINEAR)).explanation
     assert hypotheses.cause == "no explanation: looking for one failed"
@@ -163,7 +163,7 @@ def test_tokens_and_counts_have_ways_of_their_own(explainer, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_way_of_an_operation(explainer, monkeypatch, tap, bad, effect, has_evidence, way):
-    monkeypatch.setattr(_Explainer, "wrong_operation", lambda self, evidence, stack: "wrong rows")
+    monkeypatch.setattr(Explainer, "wrong_operation", lambda self, evidence, stack: "wrong rows")
     monkeypatch.setattr(run, "_explained", lambda wrong, where: ("ranked", where))
     monkeypatch.setattr(run, "explain_direction", lambda failure, effect: ("direction", effect))
     monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: ("layers", args[-1]))
@@ -184,7 +184,7 @@ def test_a_cache_of_a_layer_that_did_not_run_is_explained_by_what_stands_behind_
 ):
     behind = SimpleNamespace(is_cause=is_cause, cause="did not run")
     monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: behind)
-    monkeypatch.setattr(_Explainer, "wrong_operation", lambda self, evidence, stack: None)
+    monkeypatch.setattr(Explainer, "wrong_operation", lambda self, evidence, stack: None)
     errors = {HEAD: errors_of([(0, 0)], [True], unrecorded=(f"model.layers.{layer}.up",))}
     caches = {CACHE: errors_of([(0, 0)], [True])}
     assert (explainer(errors, caches)._explain(OPERATIONS[1]) is behind) == is_said
@@ -194,7 +194,7 @@ def test_the_first_divergence_has_the_explanation_of_its_tap(recordings, monkeyp
     engine, golden = recordings
     model = ToyModel(*OPERATIONS, modules={LINEAR: nn.Linear(4, 4)})
     model.graph.__dict__["logits"] = HEAD
-    monkeypatch.setattr(_Explainer, "explain", lambda self, operation: CAUSE if operation.tap == LINEAR else None)
+    monkeypatch.setattr(Explainer, "explain", lambda self, operation: CAUSE if operation.tap == LINEAR else None)
     named = finding(Code.LOCAL_ERROR, LINEAR)
 
     def explained(first, *findings):

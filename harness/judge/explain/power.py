@@ -1,0 +1,119 @@
+"""The power of a pass: which known mistakes would have been out of bounds in a run that was sound.
+
+Every explanation computes what a mistake makes of the rows of an operation. On sound rows, the distance of that from
+the right rows, over the bound of the row, says whether the judge would have seen the mistake. One operation of each
+site is tried, on a few of its rows.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from harness.base.metrics import rounding_unit
+from harness.formats.recording import Recording
+from harness.formats.taps import Kind, Operation
+from harness.judge.compare.evidence import guarded
+from harness.judge.compare.run import Comparison
+from harness.judge.explain.causes import known_mistakes
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
+from harness.judge.explain.run import Explainer
+from harness.oracle.golden import Golden
+from harness.oracle.model import HFModel
+from harness.results.check import KnownMistake, Power
+
+_NO_EFFECT = 1e-3
+"""Share of the bound below which a mistake changes nothing: what is left is the rounding of float64."""
+
+
+def power_of(
+    comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel, *, budget_s: float = float("inf")
+) -> Power:
+    """Return what a sound run would have shown of the mistakes that the harness can name.
+
+    Args:
+        comparison: of the sound run.
+        recording: the engine's.
+        expected: the golden.
+        hf: the model in the engine's dtype.
+        budget_s: no further operation is tried after so many seconds. Each kind of operation comes once before any
+            comes twice.
+    """
+    end, failures, operations = time.perf_counter() + budget_s, list[str](), _in_turns(comparison, hf)
+    mistakes, tried = list[KnownMistake](), list[str]()
+    with torch.no_grad(), ExitStack() as stack:
+        explainer = Explainer(comparison, recording, expected, hf, stack)
+        for operation in operations:
+            if time.perf_counter() > end:
+                break
+            with ExitStack() as part:
+                explainer.hold(operation, part)
+                sound = explainer.wrong_operation(comparison.sound[operation.tap], part)
+                if sound is not None:
+                    mistakes += _known(sound, failures)
+            tried.append(operation.tap)
+    order = {op.tap: at for at, op in enumerate(hf.graph)}
+    return Power(
+        mistakes=tuple(sorted(mistakes, key=lambda mistake: order[mistake.tap])),
+        tried=tuple(sorted(tried, key=order.__getitem__)),
+        not_tried=tuple(op.tap for op in operations if op.tap not in tried),
+        failures=tuple(failures),
+    )
+
+
+def _in_turns(comparison: Comparison, hf: HFModel) -> list[Operation]:
+    """Return the operations of which sound rows were kept: the first of each kind, then the second of each."""
+    turns = dict[Kind, int]()
+    order = list[tuple[int, Operation]]()
+    for operation in (op for op in hf.graph if op.tap in comparison.sound):
+        turns[operation.kind] = turns.get(operation.kind, -1) + 1
+        order.append((turns[operation.kind], operation))
+    return [operation for _, operation in sorted(order, key=lambda item: item[0])]
+
+
+def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]:
+    """Yield every mistake that can be made in an operation, each once: where several ways make it, the least seen."""
+    same = replace(sound, actual=sound.expected, sound=frozenset())  # so nothing is fitted
+    least: dict[str, float] = {}
+    for explain in known_mistakes(sound.operation.kind):
+        with guarded(explain.__name__, failures):
+            for hypothesis in explain(same):
+                if _is_a_mistake(hypothesis) and hypothesis.output.shape == sound.expected.shape:
+                    share = _bound_share(sound, hypothesis.output)
+                    least[hypothesis.cause] = min(share, least.get(hypothesis.cause, share))
+    for cause, share in least.items():
+        is_seen = share > 1
+        yield KnownMistake(
+            tap=sound.operation.tap,
+            mistake=cause,
+            bound_share=share,
+            is_seen=is_seen,
+            needs=None if is_seen else _needs(share, sound.dtype),
+        )
+
+
+def _is_a_mistake(hypothesis: Hypothesis) -> bool:
+    """Whether a hypothesis says in full what was done: nothing in it was fitted to the rows."""
+    is_exact = hypothesis.is_cause and not hypothesis.num_fitted and hypothesis.unknown is None
+    return is_exact and not hypothesis.is_vague and not hypothesis.is_fallback
+
+
+def _bound_share(sound: WrongOperation, output: torch.Tensor) -> float:
+    """Return the largest error of a row under a mistake, as a share of the bound of the row."""
+    norm = sound.expected.norm(dim=1)
+    error = (output - sound.expected).norm(dim=1)
+    relative = torch.where(error == 0, 0.0, error / norm) / rounding_unit(sound.dtype)
+    share = relative.nan_to_num(nan=torch.inf) / sound.bound.clamp(min=torch.finfo(torch.float64).tiny)
+    return float(torch.where(relative == 0, 0.0, share).max())
+
+
+def _needs(share: float, dtype: torch.dtype) -> str:
+    """Return what would bring a mistake into sight."""
+    if share < _NO_EFFECT:
+        return "other prompts or weights"
+    finer = rounding_unit(dtype) / rounding_unit(torch.float32)
+    if share * finer > 1:
+        return "float32"
+    return "rows on which its effect is larger"

@@ -1,0 +1,152 @@
+"""The power of a pass: a mistake that sound rows say would be seen is seen when it is planted, and no other is."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+import harness
+from harness.judge.compare import local
+from harness.judge.compare.batch import PaddedBatch, RecordedRows
+from harness.judge.explain import power
+from harness.judge.explain.run import Explainer
+from harness.judge.jobs import check
+from harness.results.check import Outcome
+
+PROMPTS = [[5, 17, 99, 23, 64, 8, 41], [30, 31, 90, 12, 7, 55, 81, 120, 3, 77, 45, 9, 66]]
+BESIDE = 0.7, 1.4
+"""Shares of the bound between which rounding decides whether a mistake is seen."""
+
+
+def model_of(dtype, *, weights):
+    config = Qwen3Config(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=16,
+        num_key_value_heads=1, bos_token_id=1, eos_token_id=2, dtype=dtype,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += weights * torch.randn(parameter.shape)
+        else:
+            parameter.data *= 3
+    return model
+
+
+@pytest.fixture
+def sound(tmp_path, monkeypatch):
+    """Check a sound module, and return its report with what the power is computed from."""
+
+    def run(dtype=torch.float32, weights=0.2):
+        kept = []
+
+        def keep(*args, **options):
+            kept.append(args)
+            return power.power_of(*args)
+
+        monkeypatch.setattr(check, "power_of", keep)
+        model = model_of(dtype, weights=weights)
+        model.save_pretrained(tmp_path)
+        report = harness.check(model, model=tmp_path, prompts=PROMPTS, max_new_tokens=2, schedules=["plain"])
+        return report, kept[0]
+
+    return run
+
+
+@pytest.fixture
+def judged_with(monkeypatch):
+    """Judge a sound recording again with one operation's rows replaced."""
+    original = PaddedBatch.recorded
+
+    def judge(recording, hf, tap, values):
+        def planted(batch, name):
+            recorded = original(batch, name)
+            if name != tap or recorded is None:
+                return recorded
+            rows = recorded.rows.clone()
+            for at, row in enumerate(batch.rows(recorded.places).identities()):
+                if row in values:
+                    rows[at] = values[row].to(rows.dtype).view_as(rows[at])
+            return RecordedRows(places=recorded.places, rows=rows)
+
+        monkeypatch.setattr(PaddedBatch, "recorded", planted)
+        errors = local.local_errors(recording, hf, {op.tap for op in hf.graph}).errors[tap]
+        monkeypatch.setattr(PaddedBatch, "recorded", original)
+        return errors
+
+    return judge
+
+
+def outputs(comparison, recording, golden, hf, tap):
+    """Return what each known mistake makes of the sampled rows, by its name; the last way where there are several."""
+    with torch.no_grad(), ExitStack() as stack:
+        explainer = Explainer(comparison, recording, golden, hf, stack)
+        explainer.hold(hf.graph[tap], stack)
+        rows = explainer.wrong_operation(comparison.sound[tap], stack)
+        same = replace(rows, actual=rows.expected, sound=frozenset())
+        known = [h for explain in power.known_mistakes(hf.graph[tap].kind) for h in explain(same)]
+        return rows, {h.cause: h.output for h in known}
+
+
+def test_a_weight_of_ones_hides_what_is_done_with_it(sound):
+    hidden = {"the norm's weight is not applied", "the norm's weight is applied twice"}
+    for weights, is_seen in ((0.0, False), (0.2, True)):
+        report, _ = sound(weights=weights)
+        found = [item for item in report.power.mistakes if item.mistake in hidden]
+        assert len(found) == 10
+        assert {item.is_seen for item in found} == {is_seen}
+        assert {item.needs for item in found} == ({None} if is_seen else {"other prompts or weights"})
+
+
+def test_bfloat16_hides_what_float32_shows(sound):
+    name = "model.layers.0.post_attention_layernorm", "wrong eps: 1e-07 instead of 1e-06"
+    shares = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        report, _ = sound(dtype)
+        shares[dtype] = next(item for item in report.power.mistakes if (item.tap, item.mistake) == name)
+    assert not shares[torch.bfloat16].is_seen
+    assert shares[torch.bfloat16].needs == "float32"
+    assert shares[torch.float32].is_seen
+    assert shares[torch.float32].bound_share > 1000 * shares[torch.bfloat16].bound_share
+
+
+def test_no_time_leaves_operations_out_and_says_so(sound):
+    _, inputs = sound()
+    result = power.power_of(*inputs, budget_s=-1)
+    assert result.mistakes == result.tried == ()
+    assert len(result.not_tried) == len(inputs[0].sound) > 15
+
+
+def test_a_mismatch_has_no_power(sound, tmp_path):
+    report, _ = sound()
+    wrong = model_of(torch.float32, weights=0.2)
+    wrong.model.norm.variance_epsilon = 1.0
+    report = harness.check(wrong, model=tmp_path, prompts=PROMPTS, max_new_tokens=2, schedules=["plain"])
+    assert report.outcome is Outcome.MISMATCH
+    assert report.power is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_foretold_is_what_the_judge_says(sound, judged_with, dtype, monkeypatch):
+    monkeypatch.setattr(local, "_SOUND_ROWS", 1000)
+    monkeypatch.setattr(local, "_SOUND_QUERIES", 1000)
+    report, (comparison, recording, golden, hf) = sound(dtype)
+    by_tap = {}
+    for item in report.power.mistakes:
+        if not BESIDE[0] < item.bound_share < BESIDE[1]:
+            by_tap.setdefault(item.tap, []).append(item)
+    right = wrong = 0
+    for tap, mistakes in by_tap.items():
+        rows, planted = outputs(comparison, recording, golden, hf, tap)
+        unseen, seen = ([item for item in mistakes if item.is_seen is is_seen] for is_seen in (False, True))
+        for item in (*unseen[:4], *seen[:: max(1, len(seen) // 4)]):
+            change = planted[item.mistake] - rows.expected
+            values = dict(zip(rows.rows.identities(), rows.actual + change, strict=True))
+            errors = judged_with(recording, hf, tap, values)
+            is_right = bool(errors.bad.any()) is item.is_seen
+            right, wrong = right + is_right, wrong + (not is_right)
+    assert right + wrong > 80
+    assert right >= 0.97 * (right + wrong)
