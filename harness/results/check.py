@@ -402,7 +402,7 @@ class KnownMistake:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Power:
+class DetectionPower:
     """What a pass would have shown of the mistakes that the harness can name."""
 
     mistakes: tuple[KnownMistake, ...]
@@ -442,7 +442,7 @@ class RunResult:
     """Digest of the whole recording: equal if and only if every number is equal. None if a step has no digest."""
     as_served: AsServed | None = None
     """The same schedule as served; None for all schedules but the last."""
-    power: Power | None = None
+    power: DetectionPower | None = None
     """What the run would have shown of known mistakes; None for all schedules but the last, and if it is no pass."""
 
 
@@ -494,7 +494,7 @@ class CheckResult:
         return next((run.as_served for run in self.runs if run.as_served), None)
 
     @property
-    def power(self) -> Power | None:
+    def power(self) -> DetectionPower | None:
         """What the check would have shown of known mistakes; None if it is no pass, or if recordings were compared."""
         return next((run.power for run in self.runs if run.power), None) if self.outcome is Outcome.PASS else None
 

@@ -22,7 +22,7 @@ from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperatio
 from harness.judge.explain.run import Explainer
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
-from harness.results.check import KnownMistake, Power
+from harness.results.check import KnownMistake, DetectionPower
 
 _NO_EFFECT = 1e-3
 """Share of the bound below which a mistake changes nothing: what is left is the rounding of float64."""
@@ -30,7 +30,7 @@ _NO_EFFECT = 1e-3
 
 def power_of(
     comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel, *, budget_s: float = float("inf")
-) -> Power:
+) -> DetectionPower:
     """Return what a sound run would have shown of the mistakes that the harness can name.
 
     Args:
@@ -55,7 +55,7 @@ def power_of(
                     mistakes += _known(sound, failures)
             tried.append(operation.tap)
     order = {op.tap: at for at, op in enumerate(hf.graph)}
-    return Power(
+    return DetectionPower(
         mistakes=tuple(sorted(mistakes, key=lambda mistake: order[mistake.tap])),
         tried=tuple(sorted(tried, key=order.__getitem__)),
         not_tried=tuple(op.tap for op in operations if op.tap not in tried),

@@ -19,7 +19,7 @@ from harness.results.check import (
     KnownMistake,
     LogitResult,
     Outcome,
-    Power,
+    DetectionPower,
     Provenance,
     RowId,
     RunResult,
@@ -226,7 +226,7 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
         yield "timings", timings
 
 
-def power_sentence(power: Power) -> str:
+def power_sentence(power: DetectionPower) -> str:
     """Return how many known mistakes a pass would have shown, and what the others need."""
     total = f"{power.num_seen:,} of {count(len(power.mistakes), 'known mistake')}"
     parts = [f"{total} in {count(len(power.tried), 'operation')} would have been seen"]
@@ -239,7 +239,7 @@ def power_sentence(power: Power) -> str:
     return printable("; ".join(parts))
 
 
-def _by_need(power: Power) -> list[tuple[str, list[KnownMistake]]]:
+def _by_need(power: DetectionPower) -> list[tuple[str, list[KnownMistake]]]:
     unseen = sorted((mistake for mistake in power.mistakes if not mistake.is_seen), key=_need)
     return [(needs, list(mistakes)) for needs, mistakes in groupby(unseen, key=_need)]
 
