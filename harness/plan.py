@@ -103,7 +103,8 @@ def plan_request(
     base = _default_case(changes, local_files_only=local_files_only) if case is None else case
     chosen = base.replaced(**changes)
     plan = replace(plan_case(chosen, local_files_only=local_files_only), subject=subject)
-    if case is None and not changes.get("requests") and changes.get("model") is not None:
+    model = changes.get("model")
+    if case is None and not changes.get("requests") and model is not None and embedded_folder(str(model)) is None:
         lengths = ", ".join(str(len(prompt.token_ids)) for prompt in plan.prompts)
         plan = replace(plan, notes=(*plan.notes, f"no prompt was given: requests of {lengths} random tokens"))
     dropped = [trigger for trigger in base.require if trigger not in chosen.require]

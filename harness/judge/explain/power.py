@@ -22,7 +22,7 @@ from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperatio
 from harness.judge.explain.run import Explainer
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
-from harness.results.check import KnownMistake, DetectionPower
+from harness.results.check import DetectionPower, KnownMistake
 
 _NO_EFFECT = 1e-3
 """Share of the bound below which a mistake changes nothing: what is left is the rounding of float64."""
