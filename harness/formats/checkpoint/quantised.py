@@ -57,7 +57,10 @@ class QuantisedSource:
         Raises:
             HarnessError: CHECKPOINT_CHANGED: it is not that which the folder was made of; as the reader.
         """
-        return plugins.load(plugins.READERS, self.reader, Reader).open_source(self)
+        reader = plugins.load(plugins.READERS, self.reader, Reader)
+        if type(reader).open_source is Reader.open_source:
+            plugins.refuse(plugins.READERS, self.reader, f"read {self.path} as quantised, and has no open_source")
+        return reader.open_source(self)
 
     def __str__(self) -> str:
         """Say what was read, for the head of a verdict."""

@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import resolve
 from harness.formats.checkpoint.locate import Reader, embedded_model
+from harness.formats.checkpoint.quantised import QuantisedSource
 from harness.formats.taps import Kind
 from harness.judge.compare.conventions import all_conventions
 from harness.judge.explain.causes import stages_of
@@ -113,6 +115,12 @@ def test_a_check_says_whose_reader_made_the_weights(install):
     plan = plan_request(model=embedded_model(), requests=[RequestSpec(token_ids=[1, 2])], schedules=["plain"])
     (note,) = plan.notes
     assert note == f"the weights are those that the reader 'other' of another package makes of {embedded_model()}"
+
+
+def test_a_reader_of_quantised_checkpoints_has_to_open_them(install):
+    install(plugins.READERS, "other", READER.format(reads=True, folder="path"))
+    source = QuantisedSource(reader="other", path=Path("model"), formats=("int4",), modules=("lm_head",), made="made")
+    refused("the extension 'other' read model as quantised, and has no open_source", source.open)
 
 
 def test_what_is_no_reader_is_refused(install):
