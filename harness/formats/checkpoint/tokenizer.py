@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.template import render
 
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -57,7 +58,7 @@ class HFTokenizer:
         schemas of functions that the assistant may call.
 
         Raises:
-            HarnessError: NO_CHAT_TEMPLATE: there is none, or it does not take these messages.
+            HarnessError: NO_CHAT_TEMPLATE: there is none, or it does not take these messages, or takes too long for it.
         """
         if not self.hf.chat_template:
             raise HarnessError(
@@ -68,9 +69,7 @@ class HFTokenizer:
                 hint="give the prompt as text: a base model continues plain text",
             )
         try:
-            token_ids = self.hf.apply_chat_template(
-                [dict(message) for message in messages], tools=tools, add_generation_prompt=True, return_dict=False
-            )
+            token_ids = self.hf(render(self.hf, messages, tools), add_special_tokens=False)["input_ids"]
             return [int(token) for token in token_ids]
         except Exception as error:  # a template may raise anything
             raise HarnessError(

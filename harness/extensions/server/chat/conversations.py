@@ -1,19 +1,15 @@
 """Conversations: how they are generated, and how HF's chat template renders them."""
 
 import json
-import resource
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from types import FrameType
 from typing import Any
 
 from harness.base.plugins import require_hypothesis
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import HFTokenizer
+from harness.formats.checkpoint.template import TemplateLimitError, render
 
 require_hypothesis("generating conversations", __name__)
 from hypothesis import strategies as st  # noqa: E402
@@ -33,13 +29,6 @@ WORST = (
     "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u0130", "\ud55c\uae00", "\x00", "x  y", "{{ 7 * 7 }}", "</think>",
     "<think>x</think>y", "x" * 300,
 )  # fmt: skip
-_MOST_S = 5.0
-"""Longest time of one rendering."""
-_MOST_CHARACTERS = 4 << 20
-_MOST_BYTES = 2 << 30
-"""Memory that a template may take."""
-_TEMPLATE_FILES = ("<template>", "<unknown>")
-"""File names that jinja2 gives to compiled templates."""
 
 
 class Feature(StrEnum):
@@ -174,10 +163,6 @@ class Rendered:
     token_ids: tuple[int, ...]
 
 
-class _TooLongError(BaseException):
-    """Ends a rendering; not an Exception, which a template's caller may catch."""
-
-
 class Renderer:
     """HF's tokenizer and template.
 
@@ -209,22 +194,12 @@ class Renderer:
             HarnessError: BAD_TEMPLATE: the template does not end, or makes too much.
         """
         try:
-            with _limited():
-                text = self.tokenizer.hf.apply_chat_template(
-                    [dict(message) for message in conversation.messages],
-                    tools=[dict(tool) for tool in conversation.tools] or None,
-                    add_generation_prompt=has_prompt,
-                    tokenize=False,
-                )
-        except _TooLongError as error:
+            text = render(self.tokenizer.hf, conversation.messages, conversation.tools, has_prompt=has_prompt)
+        except TemplateLimitError as error:
             raise self._bad(str(error)) from None
-        except MemoryError:
-            raise self._bad(f"it takes more than {_MOST_BYTES >> 30} GiB") from None
         except Exception as error:  # a template may raise any exception
             self.refusal = f"{type(error).__name__}: {error}"[:200]
             return None
-        if len(text) > _MOST_CHARACTERS:
-            raise self._bad(f"it makes more than {_MOST_CHARACTERS:,} characters of one conversation")
         return Rendered(text, self.encode(text))
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -249,40 +224,6 @@ class Renderer:
             expected="a template that renders one message of a user",
             hint="look into chat_template.jinja, or chat_template in tokenizer_config.json",
         )
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    """Limit the time that a template takes, line by line, and the memory, where the system can."""
-    until, before = time.monotonic() + _MOST_S, sys.gettrace()
-
-    def watch(frame: FrameType, event: str, _argument: object) -> Any:
-        if time.monotonic() > until:
-            raise _TooLongError(f"it does not end within {_MOST_S:g} s")
-        return watch if event != "call" or frame.f_code.co_filename in _TEMPLATE_FILES else None
-
-    with _limited_memory():
-        sys.settrace(watch)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-
-@contextmanager
-def _limited_memory() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  # no file that a user named
-            taken = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + _MOST_BYTES, before[1]))
-    except (OSError, ValueError):  # no Linux, or a limit that is lower already
-        yield
-        return
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def template_notes(renderer: Renderer) -> Iterator[str]:

@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("httpx", reason="the extra `serve` is not installed")
 
 from harness.errors import HarnessError
-from harness.extensions.server.chat import conversations
 from harness.extensions.server.chat.conversations import Conversation, Renderer, samples
 from harness.formats.checkpoint import HFTokenizer
 
@@ -30,7 +29,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_template_is_an_error_that_says_so(tmp_path, monkeypatch, name):
     template, says = BAD[name]
-    monkeypatch.setattr(conversations, "_MOST_S", 0.5)
+    monkeypatch.setattr("harness.formats.checkpoint.template._MOST_S", 0.5)
     tokenizer = HFTokenizer.load(write_tokenizer(tmp_path, template))
     with pytest.raises(HarnessError, match=f"H213: the chat template cannot be used: {re.escape(says)}") as caught:
         Renderer(tokenizer)

@@ -9,7 +9,6 @@ pytest.importorskip("hypothesis", reason="the extra `test` is not installed")
 
 import harness
 from harness.errors import HarnessError
-from harness.extensions.server.chat import conversations
 from harness.report.document import document
 
 from .conftest import TEMPLATES, write_family
@@ -145,7 +144,7 @@ def test_a_template_that_writes_no_calls(tmp_path, template, says):
 
 
 def test_a_template_that_loops_on_calls(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversations, "_MOST_S", 0.5)
+    monkeypatch.setattr("harness.formats.checkpoint.template._MOST_S", 0.5)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     folder = write_family(
         tmp_path, "hermes", f"{NO_TOOLS}{{% if messages[-1].tool_calls %}}{loop}{{% endif %}}{PROMPT}"
