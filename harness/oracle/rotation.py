@@ -78,7 +78,7 @@ class Rotation:
         return torch.cat((turned, x_RNH[..., num:]), dim=-1).flatten(1)
 
 
-def rotations(hf: HFModel) -> Iterator[Rotation]:
+def rotations(hf: HFModel, head_dim: int) -> Iterator[Rotation]:
     """Yield every rotation that the model has frequencies for, over pairs half a head apart and over neighbours."""
     for module in hf.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -94,7 +94,7 @@ def rotations(hf: HFModel) -> Iterator[Rotation]:
                         scaling=float(scaling),
                         is_interleaved=is_interleaved,
                         is_regrouped=is_regrouped,
-                        head_dim=hf.head_dim,
+                        head_dim=head_dim,
                     )
 
 

@@ -125,11 +125,21 @@ class UntracedModel:
                 return max(limit, stretched_positions(getattr(self.config, "rope_parameters", None), limit))
         return None
 
+    def config_of(self, layer: int | None) -> Any:
+        """Return HF's configuration of a layer; some settings of Gemma 4 differ from layer to layer."""
+        is_by_layer = getattr(self.config, "is_heterogeneous", False)
+        return self.config.per_layer_config[layer or 0] if is_by_layer else self.config
+
+    def head_dim_of(self, layer: int | None) -> int:
+        """Return the size of one attention head of a layer; of a model without attention, that of its rows."""
+        config = self.config_of(layer)
+        size = getattr(config, "head_dim", None)
+        return int(size or config.hidden_size // getattr(config, "num_attention_heads", 1))
+
     @property
     def head_dim(self) -> int:
-        """Size of one attention head; of a model without attention, that of its rows."""
-        size = getattr(self.config, "head_dim", None)
-        return int(size or self.config.hidden_size // getattr(self.config, "num_attention_heads", 1))
+        """Size of one attention head of the first layer."""
+        return self.head_dim_of(None)
 
     def run(self, **inputs: Any) -> Any:
         """Return what HF's forward returns.

@@ -74,7 +74,7 @@ def form_of(wrong: WrongOperation) -> NormForm | None:
     module: Any = wrong.module
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, torch.Tensor):
-        widths = dict.fromkeys((wrong.inputs[0].flatten(1).shape[1], wrong.hf.head_dim))
+        widths = dict.fromkeys((wrong.inputs[0].flatten(1).shape[1], wrong.head_dim))
         forms = (_form(wrong, torch.ones(width, dtype=torch.float64), None) for width in widths)
         return next((form for form in forms if form is not None), None)
     weight = weight.detach().to("cpu", torch.float64)
@@ -237,7 +237,7 @@ def over_other_elements(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypot
     else:
         centred = x - x.mean(dim=-1, keepdim=True)
         yield Hypothesis(cause="a layer norm: the mean is subtracted", output=_normed(centred, eps, weight))
-    size = wrong.hf.head_dim
+    size = wrong.head_dim
     if x.shape[1] > 1:
         scale = (x.square().mean(dim=(1, 2), keepdim=True) + eps).rsqrt()
         cause = "the norm runs over all heads instead of each head"

@@ -26,7 +26,7 @@ from harness.judge.explain.products.linear import declared_failures
 from harness.judge.explain.tokens import explain_token
 from harness.judge.explain.trial.description import first_bad_row, scope
 from harness.judge.explain.trial.direction import explain_direction
-from harness.judge.explain.trial.ranking import rank_hypotheses, with_failures
+from harness.judge.explain.trial.ranking import MIN_SHARE, rank_hypotheses, with_failures
 from harness.oracle.golden import Golden
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel
@@ -136,7 +136,8 @@ class Explainer:
         if errors is None or not bool(errors.bad.any()):
             return explanation
         size = self.slot_history.block_size
-        where, is_edge = first_bad_row(errors.rows, errors.bad, self.recording, getattr(self.hf, "config", None), size)
+        config = self.hf.config_of(operation.layer)
+        where, is_edge = first_bad_row(errors, self.recording, config, size)
         if explanation is None:
             return _not_looked_for(errors, scope(errors.rows, errors.bad, self.recording), where)
         begins_late = not explanation.is_cause and not explanation.scope.startswith("every row")
@@ -309,7 +310,7 @@ def layers_that_did_not_run(
     if output is not None and actual is not None and output.shape == actual.shape:
         residual = (actual - output).norm(dim=1) / output.norm(dim=1) / rounding_unit(dtype)
     holds = (residual <= bound) & (residual <= _FALL * roundings)
-    did_not_run = bool(holds.float().mean() > _FALL)
+    did_not_run = bool(holds.float().mean() >= MIN_SHARE)
     nothing = f"nothing of {names} was recorded"
     return Explanation(
         cause=f"{names} did not run: {nothing}, and this fits {before}" if did_not_run else nothing,

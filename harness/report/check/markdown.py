@@ -10,6 +10,7 @@ from harness.report.check.sentences import (
     PAGE_COLUMNS,
     divergence_place,
     divergence_size,
+    explanation_label,
     explanation_lines,
     extent,
     facts,
@@ -66,8 +67,9 @@ def _section(section: Section, dtype: str, *, is_only: bool) -> Iterator[str]:
         yield _divergence(section.divergence)
         yield ""
         if section.divergence.explanation:
-            cause, *rest = map(escaped, explanation_lines(section.divergence.explanation))
-            yield f"**Cause: {cause}** ({'; '.join(rest)})"
+            explanation = section.divergence.explanation
+            cause, *rest = map(escaped, explanation_lines(explanation))
+            yield f"**{explanation_label(explanation)}: {cause}** ({'; '.join(rest)})"
             yield ""
     rows = section.rows()
     if rows:

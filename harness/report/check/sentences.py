@@ -103,7 +103,7 @@ def divergence_lines(divergence: Divergence) -> Iterator[tuple[str, str]]:
         yield "", f"in the engine: {source}"
     if divergence.explanation:
         cause, *rest = explanation_lines(divergence.explanation)
-        yield "           Cause:", cause
+        yield f"{explanation_label(divergence.explanation)}:".rjust(17), cause
         yield from (("", line) for line in rest)
 
 
@@ -113,6 +113,11 @@ def source_sentence(divergence: Divergence) -> str | None:
     if source is None:
         return None
     return printable(source.tensor + (f" at {source.code}" if source.code else ""))
+
+
+def explanation_label(explanation: Explanation) -> str:
+    """Return the word before an explanation: only a cause that is asserted is called one."""
+    return "Cause" if explanation.is_cause else "Seen"
 
 
 def explanation_lines(explanation: Explanation) -> Iterator[str]:

@@ -11,6 +11,7 @@ from harness.report.check.sentences import (
     Column,
     divergence_place,
     divergence_size,
+    explanation_label,
     explanation_lines,
     extent,
     facts,
@@ -235,13 +236,15 @@ def _culprit(section: Section) -> View | None:
     divergence = section.divergence
     if divergence is None:
         return None
-    cause, *details = explanation_lines(divergence.explanation) if divergence.explanation else (None,)
+    explanation = divergence.explanation
+    cause, *details = explanation_lines(explanation) if explanation else (None,)
     return {
         "tap": printable(divergence.tap),
         "code": divergence.code.value,
         "place": divergence_place(divergence),
         "size": divergence_size(divergence),
         "source": source_sentence(divergence),
+        "label": explanation and explanation_label(explanation),
         "cause": cause,
         "details": tuple(detail for detail in details if detail),
     }

@@ -80,8 +80,8 @@ def test_rotations_of_a_model():
     second.register_buffer("sliding_inv_freq", torch.tensor([0.25]))
     second.sliding_attention_scaling, second.attention_scaling = 3.0, 4.0
     second.register_buffer("full_inv_freq", torch.tensor([0.125]))
-    hf = SimpleNamespace(model=nn.ModuleList([nn.ModuleList([first]), second]), head_dim=4)
-    ways_of_model = list(rotations(hf))
+    hf = SimpleNamespace(model=nn.ModuleList([nn.ModuleList([first]), second]))
+    ways_of_model = list(rotations(hf, 4))
     named = (("inv_freq", 2), ("sliding_inv_freq", 3), ("full_inv_freq", 1))
     ways = ((False, False), (True, False), (True, True))
     assert [(item.name, item.scaling, item.is_interleaved, item.is_regrouped) for item in ways_of_model] == [
@@ -103,7 +103,7 @@ def test_rotations_for_requests_of_either_length(last):
     module = Phi3RotaryEmbedding(Phi3Config(**sizes, original_max_position_embeddings=16, rope_parameters=parameters))
     for length in (20, last):
         module(torch.zeros(1, length, 8), torch.arange(length)[None])
-    both = list(rotations(SimpleNamespace(model=module, head_dim=4)))
+    both = list(rotations(SimpleNamespace(model=module), 4))
     plain = [1.0, 1e4**-0.5]
     expected = {
         tuple(round(item / factor, 6) for item, factor in zip(plain, factors[name], strict=True)) for name in factors

@@ -102,10 +102,11 @@ def _nearest(rotation: Rotation, x: torch.Tensor, angles: _Angles, actual: torch
 
 def _rotation_of(subject: SuspectRows, x: torch.Tensor) -> Rotation | None:
     """Return the rotation that turns the input into the expected rows; None if the model has none."""
-    expected, size = subject.expected.to("cpu", torch.float64), subject.hf.head_dim
+    expected = subject.expected.to("cpu", torch.float64)
+    size = subject.hf.head_dim_of(subject.operation.layer)
     if x.shape != expected.shape or x.shape[1] % size:
         return None
-    for rotation in rotations(subject.hf):
+    for rotation in rotations(subject.hf, size):
         error = (rotation.turn(x, subject.positions) - expected).norm(dim=1)
         if bool((error <= _SAME * expected.norm(dim=1)).all()):
             return rotation
@@ -116,7 +117,7 @@ def _angles(subject: SuspectRows, rotation: Rotation) -> _Angles:
     """Return the factors of the angles; if the model has no single theta, it is derived from HF's frequencies."""
     num = len(rotation.frequencies)
     exponents = torch.arange(0, num, dtype=torch.float64) / num
-    parameters = getattr(subject.hf.config, "rope_parameters", None) or {}
+    parameters = getattr(subject.hf.config_of(subject.operation.layer), "rope_parameters", None) or {}
     theta = parameters.get("rope_theta")
     if theta is None:
         theta = float(rotation.frequencies[1].to(torch.float64) ** -num) if num > 1 else 1.0

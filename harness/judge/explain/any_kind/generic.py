@@ -86,7 +86,7 @@ def gain_of_a_setting(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def _multipliers(wrong: WrongOperation) -> Iterator[tuple[str, float]]:
     """Yield the numbers of the config that the operation may be multiplied by; names of one number together."""
-    config, names_of = wrong.hf.config, dict[float, list[str]]()
+    config, names_of = wrong.config, dict[float, list[str]]()
     named = {**vars(config), "the root of the hidden size": float(getattr(config, "hidden_size", 1)) ** 0.5}
     for name, value in named.items():
         is_named = "scal" in name or "mult" in name
@@ -229,9 +229,9 @@ def _pool_rows(wrong: WrongOperation) -> Rows:
 
 def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The heads are in another order: *list*."""
-    if not KINDS[wrong.operation.kind].has_heads or wrong.expected.shape[1] % wrong.hf.head_dim:
+    if not KINDS[wrong.operation.kind].has_heads or wrong.expected.shape[1] % wrong.head_dim:
         return
-    head_dim = wrong.hf.head_dim
+    head_dim = wrong.head_dim
     actual, expected = (
         x.unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1) for x in (wrong.actual, wrong.expected)
     )

@@ -186,7 +186,7 @@ def other_biases(wrong: WrongOperation) -> Iterator[Hypothesis]:
     reverse order, of the head before or after, *value* times what it should be (added after the scores are scaled, or
     before; its exponents begin at 0 or 2).
     """
-    num_heads, reran = getattr(wrong.hf.config, "num_attention_heads", None), ran_again(wrong)
+    num_heads, reran = getattr(wrong.config, "num_attention_heads", None), ran_again(wrong)
     if num_heads is None or reran is None:
         return
     places, rerun_rows = reran
@@ -256,7 +256,7 @@ def _ways(num_heads: int) -> Mapping[str, Change]:
 
 def _why(wrong: WrongOperation, factor: float) -> str:
     """Say what the factor is, where it is one of ALiBi's own numbers."""
-    config = wrong.hf.config
+    config = wrong.config
     scale, slope = math.sqrt(config.hidden_size / config.num_attention_heads), 2 ** (8 / config.num_attention_heads)
     reasons = {
         "it is added after the scores are scaled, and not before": scale,

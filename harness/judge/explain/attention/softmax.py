@@ -41,7 +41,7 @@ def wrong_scale(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """
     view = wrong.views[0]
     right, head_dim = view.scale, view.query.shape[-1]
-    hidden = int(wrong.hf.config.hidden_size)
+    hidden = int(wrong.config.hidden_size)
     known = {
         "missing": 1.0,
         "applied twice": right * right,

@@ -174,7 +174,7 @@ def rotated_though_none(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return
     key_positions = torch.cat([torch.arange(len(view.key)) for view in wrong.views])
     query, key = (torch.cat([getattr(view, name).flatten(1) for view in wrong.views]) for name in ("query", "key"))
-    for right in rotations(wrong.hf):
+    for right in rotations(wrong.hf, wrong.head_dim):
         if query.shape[1] % right.head_dim == 0 and key.shape[1] % right.head_dim == 0:
             turned = right.turn(query, wrong.positions), right.turn(key, key_positions)
             yield Hypothesis(cause="rotary is applied, and this layer has none", output=_attend(wrong, *turned))

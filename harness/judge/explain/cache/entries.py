@@ -99,7 +99,7 @@ def gain(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return
     cause = f"what comes back is that with a gain of {factor:.6g}"
     yield Hypothesis(cause=cause, output=wrong.expected * factor, num_fitted=1)
-    actual, written = (x.unflatten(1, (-1, wrong.hf.head_dim)) for x in (wrong.actual, wrong.expected))
+    actual, written = (x.unflatten(1, (-1, wrong.head_dim)) for x in (wrong.actual, wrong.expected))
     factors = (actual * written).sum(dim=(0, 2)) / written.square().sum(dim=(0, 2))
     is_off = (factors - 1).abs() > _LEAST_GAIN
     if int(is_off.sum()) == 1 and len(factors) > 1:
@@ -120,7 +120,7 @@ def gain(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The heads come back in another order: *list*; heads and elements of a row are exchanged."""
-    actual, written = (x.unflatten(1, (-1, wrong.hf.head_dim)) for x in (wrong.actual, wrong.expected))
+    actual, written = (x.unflatten(1, (-1, wrong.head_dim)) for x in (wrong.actual, wrong.expected))
     by_head = (x.transpose(0, 1).flatten(1) for x in (actual, written))
     source = torch.cdist(*by_head).argmin(dim=1)
     if not torch.equal(source, torch.arange(len(source))):
@@ -149,7 +149,7 @@ def single_bits(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return
     bit, elements = int(bits).bit_length() - 1, places[:, 1].unique().tolist()
     is_one = len(elements) == 1
-    head, element = divmod(elements[0], wrong.hf.head_dim)
+    head, element = divmod(elements[0], wrong.head_dim)
     where = f"element {element} of KV head {head}, in every wrong row"
     yield Hypothesis(
         cause=f"one bit is flipped: {_bit_name(bit, dtype)}",
@@ -266,9 +266,9 @@ def _writers(wrong: WrongOperation) -> list[tuple[int, Write | None]]:
 
 def rotated_once_more(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Rotary is applied to keys once more than this layer does."""
-    if wrong.operation.site != "k_cache" or wrong.expected.shape[1] % wrong.hf.head_dim:
+    if wrong.operation.site != "k_cache" or wrong.expected.shape[1] % wrong.head_dim:
         return
-    for rotation in rotations(wrong.hf):
+    for rotation in rotations(wrong.hf, wrong.head_dim):
         yield Hypothesis(
             cause="rotary is applied to keys once more than this layer does",
             output=rotation.turn(wrong.expected, wrong.positions),
@@ -383,5 +383,5 @@ def provenance_of(wrong: WrongOperation) -> Provenance:
         position=int(wrong.positions[0]),
         content=wrong.actual[0],
         meant=wrong.expected[0],
-        head_dim=wrong.hf.head_dim,
+        head_dim=wrong.head_dim,
     )

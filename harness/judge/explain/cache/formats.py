@@ -59,7 +59,7 @@ def _of_cache(
     wrong: WrongOperation, numerics: Numerics, formats: dict[str, CacheFormat | None]
 ) -> Iterator[Hypothesis]:
     part = wrong.operation.site[0]
-    heads = wrong.expected.unflatten(1, (-1, wrong.hf.head_dim))
+    heads = wrong.expected.unflatten(1, (-1, wrong.head_dim))
     for name, change in _changes(part, formats, numerics, prefix_of(wrong.operation.tap)):
         yield Hypothesis(cause=f"{_PARTS[part]} {name}", output=change(heads).flatten(1))
 
@@ -209,11 +209,11 @@ def in_few_bits(wrong: WrongOperation) -> Iterator[Hypothesis]:
     head or channel in a step, head, channel, or for all of it; with a stale scale: that of the request's first step, or
     of the step before. Of a rotated key: it is what a cache in a lower dtype gives back.
     """
-    if wrong.expected.shape[1] % wrong.hf.head_dim or not bool(wrong.actual.isfinite().all()):
+    if wrong.expected.shape[1] % wrong.head_dim or not bool(wrong.actual.isfinite().all()):
         return
     is_cache = wrong.operation.kind is Kind.CACHE
     lower = "the cache is in a lower dtype" if is_cache else "it is what a cache in a lower dtype gives back"
-    heads = wrong.expected.unflatten(1, (-1, wrong.hf.head_dim))
+    heads = wrong.expected.unflatten(1, (-1, wrong.head_dim))
     request = wrong.rows.request
     step = torch.stack([request, _written_in(wrong)], dim=1).unique(dim=0, return_inverse=True)[1]
     for detail, (group, dims) in _groups(step).items():

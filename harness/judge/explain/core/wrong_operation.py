@@ -173,6 +173,16 @@ class WrongOperation(Evidence):
         return gathered(self.locator, name, self.rows)
 
     @property
+    def config(self) -> Any:
+        """HF's configuration of the operation's layer."""
+        return self.hf.config_of(self.operation.layer)
+
+    @property
+    def head_dim(self) -> int:
+        """Size of an attention head of the operation's layer."""
+        return self.hf.head_dim_of(self.operation.layer)
+
+    @property
     def graph(self) -> Graph:
         """Operations of the model."""
         return self.hf.graph
@@ -223,7 +233,8 @@ class WrongOperation(Evidence):
 
     def _rotations(self) -> Iterator[Rotation]:
         is_same_size = self.operation.kind is Kind.ROTARY and self.inputs[0].shape[1] == self.expected.shape[1]
-        yield from rotations(self.hf) if is_same_size and not self.expected.shape[1] % self.hf.head_dim else ()
+        if is_same_size and not self.expected.shape[1] % self.head_dim:
+            yield from rotations(self.hf, self.head_dim)
 
     def _turned(self, by: Rotation) -> torch.Tensor:
         return by.turn(self.inputs[0], self.positions)

@@ -246,7 +246,7 @@ def bias_of(wrong: WrongOperation) -> torch.Tensor | None:
 def _factor(wrong: WrongOperation) -> float:
     """Return the factor of the weights, 1 where the model has none."""
     parent = wrong.hf.module(wrong.operation.module.rpartition(".")[0])
-    for holder in (wrong.module, parent, wrong.hf.config):
+    for holder in (wrong.module, parent, wrong.config):
         for name in _FACTORS:
             value = getattr(holder, name, None)
             if isinstance(value, int | float) and value:

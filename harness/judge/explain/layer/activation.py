@@ -118,7 +118,7 @@ def soft_capped(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def _own_caps(wrong: WrongOperation) -> set[float]:
     """Return the soft caps that config.json names: `final_logit_softcapping` and what other families call it."""
-    values = {value for name, value in vars(wrong.hf.config).items() if "cap" in name}
+    values = {value for name, value in vars(wrong.config).items() if "cap" in name}
     return {float(value) for value in values if isinstance(value, float | int) and value > 0}
 
 

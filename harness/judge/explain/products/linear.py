@@ -134,7 +134,7 @@ def outputs_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     source = distance.argmin(dim=1)
     if torch.equal(source, torch.arange(len(source))):
         return
-    if _is_interleaved(source, wrong.hf.head_dim):
+    if _is_interleaved(source, wrong.head_dim):
         yield Hypothesis(cause=INTERLEAVED, output=pool[:, source], detail=_WAY_OF_INTERLEAVED)
         return
     yield Hypothesis(
@@ -346,7 +346,7 @@ def _whose_weights(wrong: WrongOperation, fitted: torch.Tensor) -> str:
     """Say what is to be thought of fitted weights [O, I] that are no known module's."""
     right = wrong.weight(wrong.operation.tap)
     is_like_own = right is not None and right.shape == fitted.shape and _cosine(right, fitted) > _ALIKE
-    if wrong.operation.tap == LOGITS and getattr(wrong.hf.config, "tie_word_embeddings", False):
+    if wrong.operation.tap == LOGITS and getattr(wrong.config, "tie_word_embeddings", False):
         why = "stale" if is_like_own else "not loaded, or another checkpoint's"
         return f"the weights of the tied head are not those of the embedding: {why}"
     if is_like_own:

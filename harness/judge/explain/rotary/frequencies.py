@@ -122,7 +122,7 @@ def _other_types(
     wrong: WrongOperation, right: Rotation, parameters: dict[str, Any], meant: str
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Scalings that config.json does not ask for."""
-    length = getattr(wrong.hf.config, "max_position_embeddings", None)
+    length = getattr(wrong.config, "max_position_embeddings", None)
     base = {"rope_theta": parameters["rope_theta"], "original_max_position_embeddings": length}
     instead = "which config.json does not ask for" if meant == "default" else f"instead of {meant}"
     for name in ("linear", "yarn"):
@@ -237,7 +237,7 @@ def partial_rotary(wrong: WrongOperation, right: Rotation) -> Causes:
 
 def rope_parameters(wrong: WrongOperation, right: Rotation) -> dict[str, Any]:
     """Return the rope parameters of the config, where it has them by type of layer those of the rotation's own type."""
-    parameters = getattr(wrong.hf.config, "rope_parameters", None)
+    parameters = getattr(wrong.config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return {}
     return dict(parameters.get(_layer_type(right), parameters))
@@ -256,7 +256,7 @@ def with_parameters(wrong: WrongOperation, right: Rotation, parameters: dict[str
     known = _MADE.setdefault(right.module, {})
     key = f"{right.name} {sorted(parameters.items())}"
     if key not in known:
-        known[key] = _make(wrong.hf.config, right, parameters)
+        known[key] = _make(wrong.config, right, parameters)
     made = known[key]
     return made and replace(
         made, is_interleaved=right.is_interleaved, is_regrouped=right.is_regrouped, head_dim=right.head_dim

@@ -212,15 +212,15 @@ def _rotated(wrong: WrongOperation) -> _Rotated | None:
     requests = [item for item in wrong.recording.manifest.requests if item.id in set(wrong.rows.request.tolist())]
     handed = {item.id: decoder_inputs(wrong.hf, item) for item in requests if item.inputs is not None}
     tables = {request: item.positions.cpu() for request, item in handed.items() if item.positions is not None}
-    read = heads_read(wrong.inputs[0].flatten(1), wrong.expected, wrong.hf.head_dim)
-    if not tables or read.shape != wrong.expected.shape or read.shape[1] % wrong.hf.head_dim:
+    read = heads_read(wrong.inputs[0].flatten(1), wrong.expected, wrong.head_dim)
+    if not tables or read.shape != wrong.expected.shape or read.shape[1] % wrong.head_dim:
         return None
     num_axes = len(next(iter(tables.values())))
     kinds = {request: next(iter(item.types.values())).cpu() for request, item in handed.items()}
     firsts = {item.id: _firsts(kinds.get(item.id, torch.zeros(len(item.token_ids)).long())) for item in requests}
     tables |= {item.id: torch.arange(len(item.token_ids)).expand(num_axes, -1) for item in requests if not item.inputs}
     wrong = replace(wrong, inputs=[read, *wrong.inputs[1:]])
-    for rotation in rotations(wrong.hf):
+    for rotation in rotations(wrong.hf, wrong.head_dim):
         axes = _followed(rotation, num_axes)
         if axes is not None:
             rotated = _Rotated(wrong=wrong, rotation=rotation, axes=axes, tables=tables, firsts=firsts)

@@ -30,7 +30,7 @@ def with_rotation(causes: Callable[[WrongOperation, Rotation], Causes]) -> Calla
 
     @wraps(causes)
     def explain_with_rotation(wrong: WrongOperation) -> Causes:
-        read = heads_read(wrong.inputs[0].flatten(1), wrong.expected, wrong.hf.head_dim)
+        read = heads_read(wrong.inputs[0].flatten(1), wrong.expected, wrong.head_dim)
         if read.shape != wrong.inputs[0].shape:
             wrong = replace(wrong, inputs=[read, *wrong.inputs[1:]])
         if wrong.rotation is not None:
@@ -48,7 +48,7 @@ def parts_turned(wrong: WrongOperation) -> Iterator[tuple[WrongOperation, Where]
     rows = wrong.rows_of_a_rotation()
     if 2 * int(rows.sum()) > len(rows):
         yield wrong.take(rows), (rows,)
-    size = wrong.hf.head_dim
+    size = wrong.head_dim
     pool = [x.flatten(1).unflatten(1, (-1, size)) for x in wrong.inputs if not x.flatten(1).shape[1] % size]
     if not pool or wrong.expected.shape[1] % size or len(wrong.rows) < _MIN_ROWS:
         return
@@ -195,7 +195,7 @@ def not_rotated(wrong: WrongOperation) -> Causes:
     Causes: rotary is not applied, to none or to those heads that it turns; the rows' factors, which grow with the
     position, are not applied.
     """
-    x = heads_read(wrong.inputs[0].flatten(1), wrong.expected, wrong.hf.head_dim)
+    x = heads_read(wrong.inputs[0].flatten(1), wrong.expected, wrong.head_dim)
     cause = "the rows' factors, which grow with the position, are" if _is_scaled(wrong, x) else "rotary is"
     if x.shape == wrong.expected.shape:
         yield Hypothesis(cause=f"{cause} not applied", output=x)

@@ -148,7 +148,7 @@ class _Ways:
         return float(row_errors(one, another).min()) <= _NEAR * rounding_unit(self._failure.dtype)
 
     def _of_others(self) -> Iterator[Way]:
-        """Yield states of other requests: one that was read back, as its content tells, and what they left."""
+        """Yield states of other requests: one that they have or had, as its content tells, and what they left."""
         alike = {request: self._alike(at) for at, request in self._firsts()}
         if source_read := alike.get(self.reads[0].request):
             cause = f"is the state of request {source_read.request}, position {source_read.position}"
@@ -171,7 +171,11 @@ class _Ways:
             is_own = read.request in (source.request, self._requests[source.request].draft_of)
             if not is_own and self._is_near(actual, value[None].to(torch.float64)):
                 return source
-        return None
+        others = [ReadState(request, self._last(request, read), read.step) for request in self._others(read)]
+        truths = self._runs.after([sequence_of(line_of(self._runs, source)) for source in others])
+        pairs = zip(others, truths, strict=True)
+        tap = self._failure.operation.tap
+        return next((source for source, truth in pairs if self._is_near(actual, truth[tap][None])), None)
 
     def _left_by(self, request: int, read: ReadState) -> Line:
         return line_of(self._runs, ReadState(request, self._last(request, read), read.step))

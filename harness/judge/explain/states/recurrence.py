@@ -420,8 +420,9 @@ def _of_other_layers(recurrence: Recurrence, path: str, name: str) -> Iterator[t
         if operation.site == wrong.operation.site and operation.layer not in (None, wrong.operation.layer):
             other_part = wrong.hf.part_of(operation.module)
             with wrong.hf.weights.held(other_part):
-                module = wrong.hf.module(other_part + path.removeprefix(part))
-                yield int(operation.layer or 0), getattr(module, name).detach().to(torch.float64)
+                parameter = getattr(wrong.module_at(other_part + path.removeprefix(part)), name, None)
+                if parameter is not None:  # a hybrid's layers of attention have no mixer
+                    yield int(operation.layer or 0), parameter.detach().to(torch.float64)
 
 
 def _sign_of_decay(recurrence: Recurrence) -> Iterator[Hypothesis]:

@@ -8,12 +8,15 @@ import torch
 from harness.formats.recording import Recording
 from harness.formats.taps import KINDS
 from harness.judge.compare.align import Rows
+from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.explain.core.wrong_operation import WrongOperation
 
 _UNRELATED = 0.3
 """Cosine below which two rows have nothing to do with each other."""
 _TREND = 0.8
 """Correlation of ranks from which an error is said to grow with the position."""
+_JUMP = 4.0
+"""Times the largest error before it, in shares of the bound, from which the first bad row is where something begins."""
 
 
 def scope(rows: Rows, bad: torch.Tensor, recording: Recording) -> str:
@@ -32,21 +35,24 @@ def scope(rows: Rows, bad: torch.Tensor, recording: Recording) -> str:
     return f"{int(bad.sum())} of {len(rows)} rows"
 
 
-def first_bad_row(
-    rows: Rows, bad: torch.Tensor, recording: Recording, config: Any, block_size: int | None
-) -> tuple[str, bool]:
+def first_bad_row(errors: LocalErrors, recording: Recording, config: Any, block_size: int | None) -> tuple[str, bool]:
     """Say which row of a request is the first bad one, and what begins there; and whether anything does.
 
+    Nothing begins where the rows before are nearly as far off: a mistake in all rows leaves the bound somewhere.
+
     Args:
-        rows: that were judged.
-        bad: [rows] bool.
+        errors: of all rows that were judged.
         recording: the engine's.
-        config: HF's.
+        config: HF's, of the layer.
         block_size: of the KV cache; None if it is not known.
     """
-    order = torch.argsort(rows.request * (1 << 32) + rows.position)
-    first = int(order[bad[order]][0])
+    rows = errors.rows
+    first = rows.first(errors.bad)
     request, position = int(rows.request[first]), int(rows.position[first])
+    shares = (errors.roundings / errors.bound.clamp(min=1)).nan_to_num(nan=0.0)
+    before = shares[(rows.request == request) & (rows.position < position)]
+    if len(before) and float(shares[first]) < _JUMP * float(before.max()):
+        return f"the first row beyond its bound is at position {position} of request {request}", False
     names = [name for name, at in dict(_edges(recording, request, config)).items() if at == position]
     if block_size and position and position % block_size == 0:
         names.append(f"block {position // block_size}")
@@ -142,7 +148,7 @@ def _size(wrong: WrongOperation) -> str:
 def _blocks(wrong: WrongOperation) -> str:
     """Name the heads that carry the error, or the run of elements if that is not all of them."""
     error = (wrong.actual - wrong.expected).norm(dim=0)
-    head_dim = wrong.hf.head_dim if KINDS[wrong.operation.kind].has_heads else 0
+    head_dim = wrong.head_dim if KINDS[wrong.operation.kind].has_heads else 0
     if head_dim and len(error) > head_dim and not len(error) % head_dim:
         per_head = error.view(-1, head_dim).norm(dim=1)
         heads = (per_head > 0.01 * per_head.max()).nonzero()[:, 0].tolist()

@@ -22,8 +22,8 @@ from harness.judge.explain.trial.not_finite import not_finite
 from harness.results.check import Explanation
 
 _FALL = 0.5
-_MIN_SHARE = 0.5
-"""Share of the rows that a cause must explain; below it, it is none."""
+MIN_SHARE = 0.85
+"""Share of the rows that a cause must explain; below it, the report says how many rows it fits, and asserts nothing."""
 _VALUES_PER_NUMBER = 1.5
 """Independent values that each fitted number needs: with fewer, it would fit anything."""
 _VALUES_NEAR_THE_BOUND = 10.0
@@ -39,7 +39,6 @@ CLEARLY = 3.0
 _SAME_RESIDUAL = 0.02
 """Difference of the logarithms of two residuals below which neither is the better fit, over any number of rows."""
 NO_CAUSE = "no known way to get it wrong fits"
-_WELL_EXPLAINED = 0.85
 _MAX_EQUAL = 3
 """Causes that fit alike and are said."""
 _TOLD_IN_FLOAT32 = 50.0
@@ -95,7 +94,7 @@ class Trial:
     @property
     def fits(self) -> bool:
         """Whether it says what was seen."""
-        return self.is_supported and self.share >= _MIN_SHARE
+        return self.is_supported and self.share >= MIN_SHARE
 
     @property
     def known(self) -> torch.Tensor:
@@ -288,8 +287,8 @@ def _is_perfect(trial: Trial, wrong: WrongOperation) -> bool:
 def _no_cause(wrong: WrongOperation, weak: Trial | None, scope: str) -> Explanation:
     seen = pattern(wrong)
     if weak is not None:
-        count = f"{int(weak.holds.sum())} of {len(weak.holds)}"
-        seen += f"; {count} rows would fit, and are too few to say it: {weak.hypothesis.cause}"
+        count = f"{int(weak.holds.sum())} of {len(weak.holds)} rows"
+        seen += f"; fits {count}, too few to assert it: {weak.hypothesis.cause}"
     return Explanation(
         cause=NO_CAUSE,
         scope=scope,
@@ -308,8 +307,6 @@ def _explanation(
         with guarded("the way of the cache's content", failures):
             provenance = hypothesis.provenance()
     details = [hypothesis.detail]
-    if best.share < _WELL_EXPLAINED:
-        details.append("some rows have another cause")
     if equal:
         details.append(_what_would_tell(best, equal, wrong))
     causes = [hypothesis.cause, *(item.hypothesis.cause for item in equal[: _MAX_EQUAL - 1])]

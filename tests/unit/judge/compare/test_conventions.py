@@ -179,7 +179,7 @@ def rotary(one, x, angles):
 def test_angles_of_another_order_and_no_wrong_ones(bench, model):
     """At the position 3,000, where an angle in float32 is off by thousands of roundings."""
     one = bench(model)
-    rotation = next(rotations(one.hf))
+    rotation = next(rotations(one.hf, one.hf.head_dim))
     size, positions = one.hf.head_dim, torch.tensor([0, 1, 500, 3000])
     x = torch.randn(4, 2, size, generator=torch.Generator().manual_seed(7)).double()
     frequencies = rotation.frequencies

@@ -261,15 +261,15 @@ def test_a_sound_run_is_returned_as_it_is(bench):
     assert explain_run(comparison, recording, bench.golden, bench.hf) is comparison.result
 
 
-def test_two_causes_in_one_operation_leave_rows_that_the_better_one_does_not_explain(bench):
+def test_two_causes_in_one_operation_are_not_one_cause(bench):
     tap = "model.layers.1.attn_residual"
     stream, branch = bench.tap("model.layers.0.output"), bench.tap("model.layers.1.self_attn.o_proj")
     wrong = branch.clone()  # the residual is not added
     wrong[:15] = (stream + 3.7 * branch)[:15]
     explanation = bench.explain(tap, wrong)
-    assert explanation.cause == "the residual is not added"
-    assert (explanation.num_rows, explanation.num_explained) == (len(wrong), len(wrong) - 15)
-    assert explanation.detail == "some rows have another cause"
+    assert not explanation.is_cause
+    fits = f"fits {len(wrong) - 15} of {len(wrong)} rows, too few to assert it: the residual is not added"
+    assert fits in explanation.detail
 
 
 def test_which_rows_are_wrong(bench_of):

@@ -45,6 +45,14 @@ class ToyModel:
 
     exactly = HFModel.exactly
 
+    def config_of(self, _layer: int | None) -> SimpleNamespace:
+        """Return the config, which is one for all layers."""
+        return self.config
+
+    def head_dim_of(self, _layer: int | None) -> int:
+        """Return the head size, which is one for all layers."""
+        return self.head_dim
+
     def module(self, path: str) -> nn.Module:
         """Return the module at a path."""
         return self.modules[path]

@@ -234,7 +234,11 @@ def fitting(one, name):
     """The rotations of a model that take a tap's input to it."""
     operation = one.hf.graph[name]
     before, after = one.tap(operation.inputs[0]).flatten(1), one.tap(name).flatten(1)
-    return [rotation for rotation in rotations(one.hf) if relative(rotation.turn(before, one.positions), after) < 1e-6]
+    return [
+        rotation
+        for rotation in rotations(one.hf, one.hf.head_dim)
+        if relative(rotation.turn(before, one.positions), after) < 1e-6
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen2-tiny", "qwen3-tiny", "gemma3_text", "gpt_oss", "mistral"])

@@ -74,7 +74,7 @@ def pattern_of(actual, *, kind=Kind.LINEAR, positions=None, expected=RIGHT):
     return pattern(
         SimpleNamespace(
             operation=Operation(tap="model.layers.0.x", kind=kind),
-            hf=SimpleNamespace(head_dim=HEAD_DIM),
+            head_dim=HEAD_DIM,
             actual=actual,
             expected=expected,
             positions=torch.zeros(len(actual), dtype=torch.int64) if positions is None else positions,
