@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from harness.base.files_read import add_files
 from harness.errors import Code, HarnessError
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class EngineProcess:
             raise
         if "error" in answer:
             raise HarnessError(Code(answer["error"].pop("code")), answer["error"].pop("what"), **answer["error"])
+        add_files(answer.pop("files_read", {}))
         return answer
 
     def close(self) -> None:

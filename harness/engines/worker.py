@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from harness.base.files_read import REPORTING, files_read, watch_files
 from harness.engines.adapter import Engine, TapMatcher, engine_errors, open_engine, shown_settings
 from harness.errors import HarnessError
 from harness.formats.taps import Graph
@@ -21,6 +22,8 @@ from harness.formats.taps import Graph
 
 def main() -> None:
     """Open an engine and run it, as jobs on standard input say, until it ends."""
+    if REPORTING in os.environ:
+        watch_files()
     serve(_Worker().answer)
 
 
@@ -69,7 +72,8 @@ class _Worker:
                 traceback.print_exc()
             return {"error": _as_json(error)}
         assert self._engine is not None
-        return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities), **result}
+        read = {"files_read": files_read()} if REPORTING in os.environ else {}
+        return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities), **result, **read}
 
     def _do(self, job: Mapping[str, Any]) -> dict[str, Any]:
         if "open" in job:

@@ -18,7 +18,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from harness.base.files import parse_json, write_text, writing
+from harness.base.files import json_digest, parse_json, write_text, writing
+from harness.base.files_read import file_digest
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.preflight import fingerprint
 from harness.extensions.suite.result import CaseResult, CaseVerdict
@@ -26,7 +27,7 @@ from harness.extensions.suite.task import StoredGolden, SuiteCase, TaskResult
 from harness.report.page.html import REPORT_NAME
 
 JOURNAL_NAME = "journal.jsonl"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _RESULT = TypeAdapter(CaseResult)
 
 
@@ -40,6 +41,11 @@ class Journal:
     goldens: dict[str, tuple[StoredGolden, ...]] = field(default_factory=dict)
     """By digest of what they are of: goldens that were made."""
     _digests: dict[str, str] = field(default_factory=dict)
+    _read: dict[str, str] = field(default_factory=dict)
+    """By name of a case: the digest of the list of files that it rests on."""
+    _files: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    """By digest: lists of files, each with a digest by the path."""
+    _unchanged: dict[str, bool] = field(default_factory=dict)
     _descriptor: int = -1
     _is_synced: bool = True
 
@@ -68,15 +74,28 @@ class Journal:
         return journal
 
     def result_of(self, case: SuiteCase) -> CaseResult | None:
-        """Return what came of a case; None if it was lost, or the name was another case's."""
+        """Return what came of a case; None if it was lost, the name was another case's, or a file is another now."""
         result = self.results.get(case.name)
-        is_done = result is not None and result.verdict is not CaseVerdict.LOST
-        return result if is_done and self._digests[case.name] == case.digest() else None
+        if result is None or result.verdict is CaseVerdict.LOST or self._digests[case.name] != case.digest():
+            return None
+        return result if self._is_unchanged(self._read[case.name]) else None
 
-    def add_case(self, case: SuiteCase, result: CaseResult) -> None:
-        """Write down how a case ended."""
-        self._write({"record": "case", "digest": case.digest(), "result": asdict(result)})
-        self.results[case.name], self._digests[case.name] = result, case.digest()
+    def _is_unchanged(self, read: str) -> bool:
+        """Whether all files of a list are as they were; looked at once, since many cases rest on one list."""
+        if read not in self._unchanged:
+            files = self._files.get(read)
+            is_same = files is not None and all(file_digest(file) == digest for file, digest in files.items())
+            self._unchanged[read] = is_same
+        return self._unchanged[read]
+
+    def add_case(self, case: SuiteCase, result: CaseResult, files_read: Mapping[str, str]) -> None:
+        """Write down how a case ended, and the files that it rests on: the list once for all cases that share it."""
+        read = json_digest(files_read)
+        if read not in self._files:
+            self._write({"record": "files", "digest": read, "files": files_read})
+            self._files[read] = files_read
+        self._write({"record": "case", "digest": case.digest(), "read": read, "result": asdict(result)})
+        self.results[case.name], self._digests[case.name], self._read[case.name] = result, case.digest(), read
 
     def add_golden(self, digest: str, stored: Sequence[StoredGolden], seconds: float) -> None:
         """Write down that a golden was made."""
@@ -125,6 +144,9 @@ class Journal:
             if record["record"] == "case":
                 result = _RESULT.validate_python(record["result"])
                 self.results[result.name], self._digests[result.name] = result, str(record["digest"])
+                self._read[result.name] = str(record["read"])
+            elif record["record"] == "files":
+                self._files[str(record["digest"])] = TypeAdapter(dict[str, str]).validate_python(record["files"])
             elif record["record"] == "golden":
                 stored = [StoredGolden.model_validate(item) for item in record["stored"]]
                 self.goldens[str(record["digest"])] = tuple(stored)
@@ -227,7 +249,7 @@ class Ledger:
             losses=losses,
             report=self._keep(case, answer),
         )
-        self.journal.add_case(case, result)
+        self.journal.add_case(case, result, answer.files_read)
         self.results[case.name] = result
 
     def _keep(self, case: SuiteCase, answer: TaskResult) -> str | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from harness.base.files import json_digest
-from harness.engines.adapter import engine_module, engine_names
+from harness.engines.adapter import engine_names
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.task import Environment, SuiteCase
 from harness.formats.checkpoint import Checkpoint, resolve
@@ -53,29 +53,14 @@ def installation() -> Installation:
 
 
 def installed_digest() -> str:
-    """Return a digest of this interpreter, of all packages in it with their versions, and of the engines' code.
+    """Return a digest of this interpreter, and of all packages in it with their versions.
 
-    All packages, since an adapter does not say which of them its engine is; the code, since a package that is installed
-    in editable form keeps its version. Nothing is imported for it.
+    All packages, since an adapter does not say which of them its engine is. Nothing is imported for it.
     """
     packages = sorted(
         {(distribution.metadata["Name"] or "", distribution.version or "") for distribution in distributions()}
     )
-    engines = {name: _code_digest(name) for name in engine_names()}
-    told = [sys.executable, sys.version, packages, engines]
-    return json_digest(told)
-
-
-def _code_digest(engine: str) -> str:
-    """Return a digest of the package that opens an engine, or why there is none."""
-    try:
-        spec = find_spec(engine_module(engine).partition(".")[0])
-        if spec is None or spec.origin is None:
-            return "no file"
-        file = Path(spec.origin)
-        return folder_digest(file.parent if file.name == "__init__.py" else file, (".py", ".so"))
-    except (HarnessError, ImportError, OSError, ValueError) as error:
-        return str(error)
+    return json_digest([sys.executable, sys.version, packages])
 
 
 def fingerprint() -> dict[str, str]:

@@ -141,6 +141,8 @@ class TaskResult(BaseModel):
     goldens: tuple[StoredGolden, ...] = ()
     seconds: float = 0.0
     """The check itself, as the worker timed it."""
+    files_read: dict[str, str] = {}
+    """By path: digests of the files that it rests on (`harness.base.files_read`)."""
     files: dict[str, str] = {}
     """By name: files to be kept, compressed by zlib, in base64."""
 

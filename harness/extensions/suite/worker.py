@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import math
+import os
 import time
 import traceback
 import zlib
@@ -10,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.base.files_read import REPORTING, files_read, watch_files
 from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.preflight import fingerprint
 from harness.extensions.suite.store import DamagedBlobError, Store, fetch_goldens, share_golden
 from harness.extensions.suite.task import TASK_OUTCOME, Loss, Task, TaskOutcome, TaskResult
+from harness.formats.checkpoint import cache_dir
 from harness.report.check.json import check_json_text
 from harness.report.check.table import merge_taps, sum_tokens
 from harness.report.document import plain
@@ -28,6 +31,8 @@ CHECK_NAME = "check.json"
 
 def main() -> None:
     """Answer tasks on standard input until it ends."""
+    os.environ[REPORTING] = "1"
+    watch_files()
     serve(answer)
 
 
@@ -56,7 +61,8 @@ def run_task(task: Task) -> TaskOutcome:
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}, line {where.lineno}"
         outcome = _error(Code.INTERNAL, f"{type(error).__name__}: {error} ({place})")
-    return outcome.model_copy(update={"seconds": time.perf_counter() - begin})
+    seconds = time.perf_counter() - begin
+    return outcome.model_copy(update={"seconds": seconds, "files_read": files_read(cache_dir())})
 
 
 def _make_goldens(task: Task, store: Store | None) -> TaskResult:

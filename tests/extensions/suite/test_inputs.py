@@ -83,19 +83,6 @@ def test_a_package_that_was_updated_makes_another_installation(tmp_path, monkeyp
     assert installed_digest() != before
 
 
-def test_the_code_of_an_editable_engine_is_part_of_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
-    metadata = tmp_path / "own_engine-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own_engine\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[inference_harness.engines]\nown = own_engine:open_engine\n")
-    (tmp_path / "own_engine.py").write_text("GOOD = 1")
-    monkeypatch.syspath_prepend(tmp_path)
-    before = installed_digest()
-    (tmp_path / "own_engine.py").write_text("GOOD = 0")
-    assert installed_digest() != before
-
-
 def test_an_environment_that_is_not_here_is_never_the_same(digest, tmp_path):
     assert digest("there", str(tmp_path / "no-python")) != digest("there", str(tmp_path / "no-python"))
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from harness.base.files_read import file_digest
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.journal import Journal
 from harness.extensions.suite.result import CaseResult, CaseVerdict
@@ -18,7 +19,7 @@ def result(name: str, verdict: CaseVerdict = CaseVerdict.PASS) -> CaseResult:
 def journal(tmp_path, make_case):
     begun = Journal.begin(tmp_path)
     for name in ("a", "b"):
-        begun.add_case(make_case(name), result(name))
+        begun.add_case(make_case(name), result(name), {})
     begun.add_golden("digest", [StoredGolden(name="n", index="i")], 2.0)
     begun.close()
     return begun.path
@@ -32,22 +33,41 @@ def test_what_was_written_comes_back(journal, make_case):
 
 def test_a_line_that_was_cut_off_is_not_there_and_spoils_none_behind_it(journal, make_case):
     lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    journal.write_bytes(b"".join(lines[:3]) + lines[3][:40])
     again = Journal.resume(journal.parent)
     assert again.result_of(make_case("a")) is not None
     assert again.result_of(make_case("b")) is None
-    again.add_case(make_case("b"), result("b"))
+    again.add_case(make_case("b"), result("b"), {})
     again.close()
     assert Journal.resume(journal.parent).result_of(make_case("b")) == result("b")
 
 
 def test_a_lost_case_is_not_done_and_a_later_result_counts(journal, make_case):
     again = Journal.resume(journal.parent)
-    again.add_case(make_case("c"), result("c", CaseVerdict.LOST))
+    again.add_case(make_case("c"), result("c", CaseVerdict.LOST), {})
     assert again.result_of(make_case("c")) is None
-    again.add_case(make_case("c"), result("c"))
+    again.add_case(make_case("c"), result("c"), {})
     again.close()
     assert Journal.resume(journal.parent).result_of(make_case("c")) == result("c")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_kept"),
+    [
+        (lambda file: None, True),
+        (lambda file: file.write_text("WRONG = 1"), False),
+        (lambda file: file.unlink(), False),
+    ],
+    ids=["nothing", "changed", "gone"],
+)
+def test_a_result_is_kept_while_the_files_that_were_read_are_the_same(journal, make_case, tmp_path, change, is_kept):
+    module = tmp_path / "engine.py"
+    module.write_text("WRONG = 0")
+    again = Journal.resume(journal.parent)
+    again.add_case(make_case("c"), result("c"), {str(module): file_digest(str(module))})
+    again.close()
+    change(module)
+    assert (Journal.resume(journal.parent).result_of(make_case("c")) is not None) == is_kept
 
 
 def test_a_suite_of_other_versions_is_not_gone_on_with(journal):
