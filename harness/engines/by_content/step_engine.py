@@ -459,7 +459,7 @@ def _seen(learned: TapMap, stepper: Stepper, graph: Graph, kept: Collection[str]
         attached=getattr(stepper, "attached", "a step object"),
         rows_by="the token ids that it looks up" if learned.teller.lookups else "the order of the work",
         num_tensors=learned.num_tensors,
-        num_taps=Counter(mapped.evidence.value for mapped in learned.taps.values()),
+        num_taps=dict(Counter(mapped.evidence.value for mapped in learned.taps.values())),  # `asdict` breaks a Counter
         num_forwards=learned.num_forwards,
         lost=lost,
     )
