@@ -42,6 +42,7 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
         "oracle": ORACLE_VERSION,
         "weights": hf.checkpoint.weights_hash,
         "config": hf.checkpoint.config_hash,
+        "settings": hf.checkpoint.settings_hash,
         "prompts": [_prompt_key(prompt) for prompt in prompts],
         "dtype": str(hf.dtype),
         "truth": str(truth_dtype(truth, hf.dtype)),

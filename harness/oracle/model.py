@@ -177,6 +177,8 @@ def _config_and_class(folder: Path) -> tuple[Any, Any]:
 def _check_tensors(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors are not those that its config asks for, before any of them is read."""
     folder, config = checkpoint.folder, checkpoint.config
+    _refuse_other_weights(folder, config)
+    _ = checkpoint.settings_hash  # of the files that are read now
     if config.get("quantization_config"):
         raise HarnessError(
             Code.UNSUPPORTED_ARCHITECTURE,
@@ -191,6 +193,22 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
     for kind in ("misshapen", "missing", "unexpected"):
         if against[kind]:
             raise _contradiction(folder, kind, against[kind])
+
+
+def _refuse_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder of which transformers would load other weights than those that its hash is of."""
+    redirects = {
+        folder / "adapter_config.json": (folder / "adapter_config.json").exists(),
+        f"{folder / CONFIG_NAME}: transformers_weights": bool(config.get("transformers_weights")),
+    }
+    for where in (place for place, is_there in redirects.items() if is_there):
+        raise HarnessError(
+            Code.NOT_A_CHECKPOINT,
+            "transformers would load other weights than those of the folder",
+            where=where,
+            expected="a folder with one model",
+            hint="check the base with the adapter (--model BASE --lora FOLDER), or take the named file or field away",
+        )
 
 
 def _contradiction(folder: Path, kind: str, tensors: Sequence[Any]) -> HarnessError:

@@ -18,9 +18,15 @@ from harness.errors import Code, HarnessError
 
 
 def cache_dir() -> Path:
-    """Return the folder for goldens and hashes: `$HARNESS_CACHE`, or `~/.cache/inference-harness`."""
+    """Return the folder for goldens and hashes: `$HARNESS_CACHE`, or `~/.cache/inference-harness`.
+
+    It is made for the user alone: whoever writes to it decides what is right.
+    """
     chosen = os.environ.get("HARNESS_CACHE")
-    return Path(chosen) if chosen else Path("~/.cache/inference-harness").expanduser()
+    folder = Path(chosen) if chosen else Path("~/.cache/inference-harness").expanduser()
+    with suppress(OSError):  # whoever writes to it will say so
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 def embedded_cases() -> Path:

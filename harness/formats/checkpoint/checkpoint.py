@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.base.files import parse_json, read_bytes
 from harness.errors import Code, HarnessError
-from harness.formats.checkpoint.cache import FileStamp, files_digest
+from harness.formats.checkpoint.cache import FileStamp, files_digest, folder_digest
 from harness.formats.checkpoint.tokenizer import HFTokenizer, has_tokenizer
 from harness.formats.safetensors_header import Header, TensorEntry, read_header
 
@@ -272,6 +272,11 @@ class Checkpoint:
     def weights_hash(self) -> str:
         """The sha256 over the bytes of all shards in order, in hexadecimal; raises as `shards`."""
         return files_digest(self._index[1])
+
+    @cached_property
+    def settings_hash(self) -> str:
+        """A digest over all JSON files of the folder: transformers reads more of them than config.json."""
+        return folder_digest(self.folder, (".json",))
 
     @property
     def has_tokenizer(self) -> bool:

@@ -50,6 +50,8 @@ class QuantisedSource:
     """Modules whose weights were quantised, by HF's names."""
     made: str
     """Name of the folder, which changes when the checkpoint does."""
+    contradictions: tuple[str, ...] = ()
+    """Where the checkpoint contradicts itself, so that its weights may be read in several ways."""
 
     def open(self) -> OpenedQuantised:
         """Return the quantised checkpoint, opened once in a process.
@@ -83,6 +85,7 @@ def read_quantised_source(folder: Path) -> QuantisedSource | None:
             formats=tuple(info["formats"]),
             modules=tuple(info["modules"]),
             made=folder.name,
+            contradictions=tuple(info.get("contradictions", ())),
         )
     except (KeyError, TypeError):
         return None
