@@ -298,7 +298,7 @@ def rejected_drafts(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
     Causes: attends to a rejected draft, position *p*, written in step *n* (under `rewound`: to a token that was taken
     back): in the place of the position's own key and value, or of its value alone; behind the context; besides the
-    history; in a sliding window's ring.
+    history; in a sliding window's ring. No causal mask: a row sees all tokens of its step, rejected drafts among them.
     """
     drafts = {int(view.rows.request[0]): given_up(wrong.recording, int(view.rows.request[0])) for view in wrong.views}
     if not any(drafts.values()):
@@ -315,6 +315,13 @@ def rejected_drafts(wrong: WrongOperation) -> Iterator[Hypothesis]:
             if first:
                 cause = f"attends to {name_of_row(wrong.recording, *first[0])}"
                 yield Hypothesis(cause=cause, output=output, detail=detail)
+    output = wrong.expected.clone()
+    for at, query in enumerate(wrong.single_rows()):
+        beside = [draft for draft in drafts[int(query.rows.request)] if draft.step == int(query.rows.step)]
+        stale, seen = _stale(wrong, beside), query.is_computed
+        output[at] = (query.attend(visible=seen) if stale is None else _besides(query, stale, seen))[0]
+    detail = "rejected drafts of the step among them"
+    yield Hypothesis(cause="no causal mask: a row sees all tokens of its step", output=output, detail=detail)
 
 
 def nothing_forgotten(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -395,9 +402,10 @@ def _behind(query: AttentionContext, stale: _Stale) -> torch.Tensor | None:
     return _besides(query, _Stale(stale.position[later], stale.step[later], stale.key[later], stale.value[later]))
 
 
-def _besides(query: AttentionContext, stale: _Stale) -> torch.Tensor:
+def _besides(query: AttentionContext, stale: _Stale, seen: torch.Tensor | None = None) -> torch.Tensor:
     assert stale.key is not None
-    visible = torch.cat((query.visible(), torch.ones(1, len(stale.key), dtype=torch.bool)), dim=1)
+    seen = query.visible() if seen is None else seen
+    visible = torch.cat((seen, torch.ones(1, len(stale.key), dtype=torch.bool)), dim=1)
     key, value = torch.cat((query.key, stale.key)), torch.cat((query.value, stale.value))
     return query.attend(visible=visible, key=key, value=value)
 
