@@ -45,6 +45,11 @@ def _blocks(result: WeightsResult, tablefmt: str, shown: Any) -> Iterator[list[s
         for side, names in sides
         if names
     ]
+    yield [f"{code}: {shown(setting)}" for setting in result.settings[:_MOST_ROWS]]
+    if len(result.settings) > _MOST_ROWS:
+        yield [f"and {len(result.settings) - _MOST_ROWS:,} more settings: --format json has all"]
+    if result.not_compared:
+        yield [f"not compared: {'; '.join(map(shown, result.not_compared))}"]
     if result.arrived is not None:
         yield [f"of the known update {100 * result.arrived:.2f} % arrived"]
 

@@ -18,7 +18,8 @@ class TensorDifference:
     """First 16 digits of SHA-256 over the values, of both."""
     num_values: int
     num_different: int
-    """Values that differ by more than the coarser dtype's rounding; of one dtype, all that are not equal."""
+    """Values that differ by more than the coarser dtype's rounding; of one dtype, all that are not equal. NaN differs
+    from all, also from NaN."""
     max_abs: float
     relative: float
     """L2 norm of the difference over that of the first."""
@@ -40,6 +41,10 @@ class WeightsResult:
     only_second: tuple[str, ...]
     arrived: float | None = None
     """Of the whole update."""
+    settings: tuple[str, ...] = ()
+    """Settings of config and tokenizer that differ, in words."""
+    not_compared: tuple[str, ...] = ()
+    """Which files were not compared, and why."""
 
     @property
     def different(self) -> tuple[TensorDifference, ...]:
@@ -49,8 +54,8 @@ class WeightsResult:
 
     @property
     def outcome(self) -> Outcome:
-        """Mismatch if a tensor differs, or has no counterpart; nothing, if none was compared."""
+        """Mismatch if a tensor or a setting differs, or a tensor has no counterpart; nothing, if none was compared."""
         if not self.tensors:
             return Outcome.NOTHING
-        is_same = not self.different and not self.only_first and not self.only_second
+        is_same = not (self.different or self.only_first or self.only_second or self.settings)
         return Outcome.PASS if is_same else Outcome.MISMATCH

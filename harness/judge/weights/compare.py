@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from harness.engines.by_content.columns import ColumnIndex, Columns
+from harness.judge.weights.settings import different_settings
 from harness.judge.weights.sources import TensorSource
 from harness.results.weights import TensorDifference, WeightsResult
 
@@ -192,6 +193,7 @@ def compare_weights(first: Any, second: Any, *, before: Any = None, local_files_
         for weights, where in ((first, "the first weights"), (second, "the second weights"))
     )
     old = None if before is None else TensorSource.of(before, where="before", local_files_only=local_files_only)
+    settings, not_compared = different_settings(one.folder, two.folder)
     pairs, only_first, only_second = match(one, two)
     _drop_tied(one, two, only_first, only_second)
     tensors, moved, total = [], 0.0, 0.0
@@ -206,6 +208,8 @@ def compare_weights(first: Any, second: Any, *, before: Any = None, local_files_
         only_first=tuple(only_first),
         only_second=tuple(only_second),
         arrived=moved / total if total else None,
+        settings=settings,
+        not_compared=not_compared,
     )
 
 
@@ -233,8 +237,7 @@ def _difference(
     if first.dtype != second.dtype:
         eps = max(torch.finfo(item.dtype).eps for item in (first, second) if item.is_floating_point())
         apart &= gap > eps * torch.maximum(a.abs(), b.abs())
-    apart |= a.isnan() != b.isnan()
-    apart &= ~(a.isnan() & b.isnan())
+    apart |= a.isnan() | b.isnan()  # on both sides, too: nothing can be computed with them
     dot, norm = _update(pair, a, b, old)
     difference = TensorDifference(
         name=pair.whole,

@@ -110,8 +110,14 @@ def unsharded(model: Any) -> Any:
 class TensorSource:
     """Tensors by name, each read on access."""
 
-    def __init__(self, name: str, read: Mapping[str, Callable[[], torch.Tensor]], shapes: Mapping[str, Any]) -> None:
-        self.name, self._read, self.shapes = name, read, shapes
+    def __init__(
+        self,
+        name: str,
+        read: Mapping[str, Callable[[], torch.Tensor]],
+        shapes: Mapping[str, Any],
+        folder: Path | None = None,
+    ) -> None:
+        self.name, self._read, self.shapes, self.folder = name, read, shapes, folder
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._read[name]()
@@ -142,4 +148,4 @@ class TensorSource:
     def _of_folder(cls, folder: Path) -> "TensorSource":
         tensors = Checkpoint(folder).tensors
         readers = {name: partial(read_shard, path, name) for name, (_, path) in tensors.items()}
-        return cls(str(folder), readers, {name: entry.shape for name, (entry, _) in tensors.items()})
+        return cls(str(folder), readers, {name: entry.shape for name, (entry, _) in tensors.items()}, folder)

@@ -1,5 +1,7 @@
 """Weights against weights: names, fusions and shards by content, and how much of an update arrived."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -178,3 +180,29 @@ def test_json_has_every_tensor(tensors):
     document = result_document(compare_weights(tensors, dict(tensors)))
     assert document["verdict"] == "pass"
     assert len(document["tensors"]) == len(tensors)
+
+
+def test_nan_on_both_sides_is_a_difference():
+    weights = {"a": torch.tensor([1.0, float("nan")])}
+    result = compare_weights(weights, {"a": weights["a"].clone()})
+    assert (result.outcome, result.tensors[0].num_different) == (Outcome.MISMATCH, 1)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "says"),
+    [
+        ("config.json", {"rms_norm_eps": 0.01}, "config.json: rms_norm_eps is 1e-06 in the first, 0.01 in the second"),
+        ("config.json", {"_name_or_path": "x", "use_cache": False}, None),
+        ("tokenizer.json", {"normalizer": {"type": "Lowercase"}}, "tokenizer.json: normalizer"),
+        ("tokenizer.json", {"truncation": {"max_length": 9}}, None),
+    ],
+)
+def test_other_settings_are_a_difference(tmp_path, file, change, says):
+    folder = resolve("qwen2-tiny")
+    for source in folder.iterdir():
+        (tmp_path / source.name).symlink_to(source)
+    (tmp_path / file).unlink()
+    (tmp_path / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    result = compare_weights(folder, tmp_path)
+    assert result.outcome is (Outcome.PASS if says is None else Outcome.MISMATCH)
+    assert (says or "PASS") in weights_text(result)
