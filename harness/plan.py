@@ -161,7 +161,7 @@ def plan_case(case: Case, *, local_files_only: bool = True) -> Plan:
         prompts=prompts,
         schedules=tuple(schedules),
         notes=(
-            *(() if source is None else (str(source),)),
+            *(() if source is None else (str(source), *source.contradictions)),
             *(() if foreign is None else (foreign,)),
             *(_left_out(item, len(prompts)) for item in skipped),
             *_doubled_begin(case, checkpoint, prompts),

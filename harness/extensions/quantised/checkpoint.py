@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import NoReturn
 
 import torch
@@ -74,6 +75,8 @@ class QuantisedCheckpoint:
         self.schemes: Schemes = read_schemes(table, self.where)
         self._headers = self.checkpoint.tensors
         self._used: set[str] = set()
+        self._middles: dict[str, tuple[float, float]] = {}
+        """By weight that is said to be symmetric: the mean of its zero points, and of its codes."""
         self.weights: Mapping[str, QuantisedWeight] = {weight.name: weight for weight in self._weights()}
         """By HF's name of the parameter."""
         self._check_others()
@@ -280,7 +283,30 @@ class QuantisedCheckpoint:
             HarnessError: as `codes`.
         """
         for name in self.entries:
-            yield name, self.codes(name).dequantised() if name in self.weights else self._read(name)
+            if name not in self.weights:
+                yield name, self._read(name)
+                continue
+            codes = self.codes(name)
+            if self.weights[name].scheme.has_middle_zero and codes.zero is not None:
+                self._middles[name] = float(codes.zero.mean()), float(codes.values.mean())
+            yield name, codes.dequantised()
+
+    def contradictions(self) -> tuple[str, ...]:
+        """Say where the checkpoint contradicts itself, once all tensors were read: zero points that are not symmetric.
+
+        The codes of weights lie around their zero point, so their mean tells which reading is likelier.
+        """
+        half = next((2 ** (self.weights[name].scheme.bits - 1) for name in self._middles), 0)
+        odd = [name for name, (zero, _) in self._middles.items() if zero != half]
+        if not odd:
+            return ()
+        zero, mean = (fmean(values) for values in zip(*(self._middles[name] for name in odd), strict=True))
+        reading = f"{half}, stored as it is (gptq_v2)" if abs(mean - half) < abs(mean - zero) else f"{zero:.4g}"
+        return (
+            f"the checkpoint contradicts itself: sym=true means zero points of {half}, and those of {len(odd)} of "
+            f"{len(self._middles)} modules ({odd[0]}, ...) are read as {zero:.4g}. The codes' mean of {mean:.4g} fits "
+            f"{reading}: an engine that reads them otherwise is not wrong by this check alone",
+        )
 
     @property
     def has_declared_inputs(self) -> bool:

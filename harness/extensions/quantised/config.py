@@ -53,6 +53,8 @@ class Scheme:
     """Whether inputs were sorted by their activations."""
     zero_offset: int = 0
     """What is added to a stored zero point."""
+    has_middle_zero: bool = False
+    """Whether the checkpoint says that the middle of the codes is the zero point, beside zero points that it has."""
     inputs: InputScheme | None = None
     """None where inputs stay as they are, or nothing is said of them."""
 
@@ -226,6 +228,7 @@ def _gptq(config: Mapping[str, Any], where: str) -> Targets:
     return [("", Scheme(
         format="gptq", bits=config["bits"], strategy="group", group=config["group_size"],
         is_symmetric=False, is_ordered=bool(config.get("desc_act")), zero_offset=0 if is_v2 else 1,
+        has_middle_zero=config.get("sym") is True,
     ))]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from harness.formats.checkpoint.quantised import QuantisedSource
 
 NAME = "quantised"
 """The reader's name among the entry points."""
-VERSION = 2
+VERSION = 3
 """Part of a folder's name: raise it with every change of what is written."""
 
 
@@ -79,6 +79,7 @@ def _write(folder: Path, made: Path) -> dict[str, Any]:
         "source": str(folder.resolve()),
         "formats": source.formats,
         "modules": [weight.module for weight in source.weights.values()],
+        "contradictions": source.contradictions(),
     }
 
 

@@ -113,3 +113,16 @@ def test_a_cache_alone_may_be_quantised(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_table_that_names_nothing_is_refused(tmp_path: Path, groups: object, scheme: object):
     with pytest.raises(HarnessError, match="there are no groups of modules"):
         resolve(str(kv_cache_alone(tmp_path / "empty", groups, scheme)))
+
+
+@pytest.mark.parametrize(("shift", "says"), [(0, None), (1, "read as 9. The codes' mean of"), (-3, "read as 5.")])
+def test_zero_points_that_contradict_symmetry_are_said(tmp_path, monkeypatch, shift, says):
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    write_quantised(CHECKPOINTS / "qwen3-tiny", tmp_path / "model", "gptq-symmetric")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    word = 0x11111111 * shift
+    save_file({name: x + word if name.endswith(".qzeros") else x for name, x in tensors.items()}, file)
+    notes = plan_engine(model=str(tmp_path / "model")).notes
+    assert any("sym=true" in note for note in notes) == (says is not None)
+    assert says is None or any(says in note for note in notes), notes
