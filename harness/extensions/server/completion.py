@@ -1,7 +1,7 @@
 """Completions: the bodies of requests in a server's dialect, and answers in all the forms that servers have."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.errors import Code, HarnessError
@@ -12,6 +12,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Logprobs = Sequence[Mapping[int, float | None]]
 """For each token: log probabilities by token id, of the token itself and of the likeliest ones. None stands for `null`.
 """
+
+
+_OF_THE_SAMPLER = ("ignore_eos", "repetition_penalty", "repeat_penalty")
+"""Options that change which tokens are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,12 @@ class Dialect:
         if self.num_logprobs:
             body["logprobs"] = self.num_logprobs
         return body | dict(self.options) | (dict(self.prompt_logprobs) if with_prompt else {})
+
+    def plain(self, *, as_text: bool = False) -> "Dialect":
+        """Return the dialect of a client that asks for text alone: no log probabilities, no ids of tokens."""
+        options = tuple(option for option in self.options if option[0] in _OF_THE_SAMPLER)
+        takes_token_ids = self.takes_token_ids and not as_text
+        return replace(self, takes_token_ids=takes_token_ids, num_logprobs=0, num_top=0, options=options)
 
 
 def _text(prompt: Sequence[int], names: TokenNames) -> str:
@@ -84,6 +94,9 @@ class Completion:
     """Tokens of the prompt by the server's own count (`usage`)."""
     num_new_tokens: int | None = None
     """New tokens by the server's own count."""
+    text: str | None = None
+    misspelt: str | None = None
+    """What the tokens are as text, where the server names their ids beside another text."""
 
     def logprobs_at(self, step: int) -> Mapping[int, float | None] | None:
         """Return the log probabilities of one new token; None if there are none."""
@@ -135,7 +148,10 @@ def read_answer(
             hint="a server that names token ids (return_token_ids, return_tokens_as_token_ids) can be judged",
         )
     new_entries = None if new_entries is None else new_entries[: len(token_ids)]
+    is_named = isinstance(choice.get("token_ids"), list) and names.is_there and not is_echoed
     return Completion(
+        text=text if isinstance(text, str) else None,
+        misspelt=_misspelt(token_ids, text, names) if is_named and isinstance(text, str) else None,
         token_ids=token_ids,
         finish_reason=reason if isinstance(reason, str) else None if reason is None else repr(reason)[:80],
         logprobs=None if new_entries is None else _by_id(new_entries, token_ids),
@@ -149,12 +165,47 @@ def read_answer(
     )
 
 
+def read_text_answer(
+    body: Any, prompt: Sequence[int], names: TokenNames, first: Completion | None, *, where: str
+) -> Completion:
+    """Return a completion that names no tokens: the first one's, if its text is the same; raises as `read_answer`."""
+    text = only_choice(body, where=where).get("text")
+    if first is not None and first.text is not None and text == first.text:
+        body = {**body, "choices": [{**body["choices"][0], "token_ids": list(first.token_ids)}]}
+    try:
+        return read_answer(body, prompt, names, where=where)
+    except HarnessError as error:
+        what = "the text is another one than in the first answer, and no tokens can be told from it"
+        expected = None if first is None else repr(first.text)[:80]
+        raise HarnessError(error.code, what, where=where, expected=expected, actual=error.actual) from error
+
+
+def _misspelt(token_ids: Sequence[int], text: str, names: TokenNames) -> str | None:
+    """Return the text of tokens if it is another one, but for spaces, special tokens and half of a character."""
+    spellings = [names.decode(token_ids, with_special=with_special) for with_special in (False, True)]
+    bare, *others = ("".join(item.replace("\ufffd", "").split()) for item in (text, *spellings))
+    return None if bare in others else spellings[0]
+
+
 def only_choice(body: Any, *, where: str) -> dict[str, Any]:
     """Return the first choice of an answer; raises HarnessError (ENDPOINT_UNREADABLE)."""
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise unreadable("the answer has no choices", where=where, actual=body)
     return choices[0]
+
+
+def choices_of(body: Any, num_asked: int) -> list[dict[str, Any]]:
+    """Return an answer of several choices as answers of one, which count no tokens.
+
+    Raises:
+        HarnessError: ENDPOINT_TOKENS: there are not as many as were asked for.
+    """
+    only_choice(body, where=COMPLETIONS)
+    if len(body["choices"]) != num_asked:
+        what, actual = "there are not as many answers as were asked for", len(body["choices"])
+        raise HarnessError(Code.ENDPOINT_TOKENS, what, where=COMPLETIONS, expected=num_asked, actual=actual)
+    return [{"choices": [choice]} for choice in body["choices"]]
 
 
 def usage_count(body: Any, name: str) -> int | None:

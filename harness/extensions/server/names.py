@@ -80,9 +80,9 @@ class TokenNames:
                 return text
         return None
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(self._checkpoint.tokenizer.hf.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Return the text of tokens, without special ones by default."""
+        return str(self._checkpoint.tokenizer.hf.decode(list(token_ids), skip_special_tokens=not with_special))
 
     def spelled(self, token_ids: Sequence[int]) -> tuple[int, ...] | None:
         """Return what the text of some tokens becomes: the same, after those that the tokenizer begins a text with.

@@ -37,8 +37,12 @@ _LOGPROBS: tuple[tuple[int, tuple[tuple[str, Any], ...]], ...] = (
     (5, ()), (1, ()), (5, (("logprobs", True), ("top_logprobs", 5))),
 )  # fmt: skip
 """Likeliest tokens to ask for, and fields that ask for them as chats do (mlx-lm's server has no other form)."""
-_CLOSED = (401, 403, 429)
-"""Statuses that refuse every request. mlx-lm's server refuses token ids alone, with 404."""
+_CLOSED = (401, 403, 408, 429, 502, 503, 504)
+"""Statuses that say nothing of one field: every request is refused, or the server is not ready. mlx-lm's server refuses
+token ids alone, with 404."""
+NUM_SEVERAL = 2
+SEVERAL = f"n of {NUM_SEVERAL}"
+"""Several answers to one prompt."""
 
 _PARAMETER_TOKENS = 8
 """New tokens that the probe of a parameter asks for."""
@@ -48,6 +52,7 @@ _GREEDY = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}
 """Each leaves the likeliest token alone, whatever the temperature."""
 ALL_TOKENS = "top_k of -1"
 """Whether -1 stands for all tokens; where it is refused, 0 does (mlx-lm)."""
+UNSEEDED = "draws without a seed"
 _PENALTIES = ("repetition_penalty", "repeat_penalty")
 _PENALTY = 100.0
 _STOP_LENGTH = 4
@@ -67,6 +72,8 @@ class Probed:
     dialect: Dialect
     server: str = ""
     capabilities: list[Capability] = field(default_factory=list)
+    other_models: tuple[str, ...] = ()
+    """Names that the server lists and that are not asked for."""
 
     def has(self, name: str) -> bool:
         """Whether the server has a capability."""
@@ -126,6 +133,7 @@ async def probe(client: Client, prompt: Sequence[int], names: TokenNames, *, fal
         await prober.option(name, value)
     await prober.prompt_logprobs()
     await prober.streaming()
+    await prober.several()
     await prober.tokenizer()
     await parameters(client, probed, prober.prompt, names)
     return probed
@@ -152,6 +160,7 @@ async def probe_server(client: Client, fallback_model: str) -> Probed:
             card = next((card for card in cards if card.get("id") == served_model), cards[0])
             probed.server = str(card.get("owned_by") or "")
             probed.dialect = replace(probed.dialect, model=served_model or str(card.get("id")))
+            probed.other_models = tuple(str(item.get("id")) for item in cards if item is not card)
     return probed
 
 
@@ -270,6 +279,20 @@ class _Prober:
             self.probed.note("streaming", False, error_text(error) if is_unfinished else refusal(error))
         else:
             self.probed.note("streaming", True, f"{len(events)} events for {_TOKENS} tokens")
+
+    async def several(self) -> None:
+        """Find out whether the server gives several answers to one prompt."""
+        try:
+            body = self.probed.dialect.body(self.prompt, _TOKENS, self.names) | {"n": NUM_SEVERAL}
+            answer = await self.client.post(COMPLETIONS, body)
+        except HarnessError as error:
+            self.probed.note(SEVERAL, False, refusal(error))
+            return
+        only_choice(answer, where=COMPLETIONS)
+        if len(answer["choices"]) == NUM_SEVERAL:
+            self.probed.note(SEVERAL, True)
+        else:
+            self.probed.ignores(SEVERAL, f"{len(answer['choices'])} given")
 
     async def tokenizer(self) -> None:
         """Compare the server's tokenizer with the checkpoint's, where the server shows it."""
@@ -403,6 +426,9 @@ async def _sampling(asker: _Asker, plain: Content) -> None:
             asker.note(name, answer == plain, f"with {value:g} at temperature {hot:g} the answer is not the likeliest")
     if asker.probed.has("top_k") and await asker.ask(ALL_TOKENS, {"temperature": hot, "top_k": -1}) is not None:
         asker.probed.note(ALL_TOKENS, True)
+    unseeded = [await asker.ask(UNSEEDED, {"temperature": hot}) for _ in range(2)]
+    if None not in unseeded:
+        asker.note(UNSEEDED, unseeded[0] != unseeded[1], f"at temperature {hot:g} two requests draw the same")
     await _seed(asker, hot)
 
 

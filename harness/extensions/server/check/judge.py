@@ -149,6 +149,8 @@ def _end(case: JudgedCompletion, threshold: float) -> Iterator[Finding]:
     what = wrong_length(num, case.asked_tokens, reason)
     if what is None and reason == "stop" and not _ends_at_eos(case, threshold):
         what = f"the answer stops after {num} tokens, where the model does not end"
+    if what is None and case.answer.misspelt is not None:
+        what = f"the text is {case.answer.text!r:.100}, and its tokens are {case.answer.misspelt!r:.100}"
     for item in (what, *_miscounted(case)):
         if item is not None:
             yield case.finding(item, code=Code.ENDPOINT_TOKENS)

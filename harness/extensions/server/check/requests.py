@@ -10,9 +10,17 @@ from harness.base.progress import Progress
 from harness.errors import HarnessError
 from harness.extensions.server.address import Address
 from harness.extensions.server.client import Client
-from harness.extensions.server.completion import COMPLETIONS, Completion, Dialect, join_events, read_answer
+from harness.extensions.server.completion import (
+    COMPLETIONS,
+    Completion,
+    Dialect,
+    choices_of,
+    join_events,
+    read_answer,
+    read_text_answer,
+)
 from harness.extensions.server.names import TokenNames
-from harness.extensions.server.probe import Probed, probe
+from harness.extensions.server.probe import NUM_SEVERAL, SEVERAL, Probed, probe
 from harness.extensions.server.truth import Walk
 from harness.oracle.requests import Prompt
 from harness.plan import Plan
@@ -39,6 +47,16 @@ class Way(StrEnum):
     """Token by token."""
     PROMPT = "prompt"
     """With log probabilities of the prompt, for one new token."""
+    PLAIN = "plain"
+    """Without a field that asks for log probabilities or ids of tokens, as clients do."""
+    TEXT = "text"
+    """The same, with the prompt's text in the place of its tokens."""
+    SEVERAL = "several"
+    """With n=2: two answers to each prompt."""
+
+
+_OF_TEXT = (Way.PLAIN, Way.TEXT)
+"""Ways in which the answer is a text, and names no tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +95,16 @@ class Sender:
     names: TokenNames
 
     async def send(
-        self, way: Way, prompts: Iterable[tuple[int, Prompt]], *, on_sent: Callable[[Sent], None]
+        self,
+        way: Way,
+        prompts: Iterable[tuple[int, Prompt]],
+        *,
+        on_sent: Callable[[Sent], None],
+        firsts: Mapping[int, Completion] | None = None,
     ) -> ScheduledRequests:
         """Send numbered prompts in one way. A request that fails keeps no other from its answer.
 
-        `on_sent` is shown every request as soon as it is answered or has failed.
+        `on_sent` is shown every request as soon as it is answered or has failed. `firsts` are the first answers.
         """
         asked = list(prompts)
         if way is Way.REVERSED:
@@ -89,7 +112,7 @@ class Sender:
         begin, results = time.perf_counter(), list[Sent]()
 
         async def one(number: int, prompt: Prompt) -> None:
-            results.append(await self._ask(way, number, prompt))
+            results.extend(await self._ask(way, number, prompt, (firsts or {}).get(number)))
             on_sent(results[-1])
 
         if way is Way.ALONE:
@@ -102,19 +125,28 @@ class Sender:
         results.sort(key=lambda sent: sent.request)
         return ScheduledRequests(way=way, sent=tuple(results), seconds=time.perf_counter() - begin)
 
-    async def _ask(self, way: Way, number: int, prompt: Prompt) -> Sent:
+    async def _ask(self, way: Way, number: int, prompt: Prompt, first: Completion | None) -> list[Sent]:
         ids, max_tokens = prompt.token_ids, prompt.max_new_tokens
-        result: Completion | HarnessError
+        results: list[Completion | HarnessError]
         try:
-            body = self.dialect.body(ids, max_tokens, self.names, with_prompt=way is Way.PROMPT)
+            dialect = self.dialect.plain(as_text=way is Way.TEXT) if way in _OF_TEXT else self.dialect
+            body = dialect.body(ids, max_tokens, self.names, with_prompt=way is Way.PROMPT)
             if way is Way.STREAMED:
-                answer = join_events(await self.client.stream(COMPLETIONS, body))
+                answers = [join_events(await self.client.stream(COMPLETIONS, body))]
+            elif way is Way.SEVERAL:
+                answers = choices_of(await self.client.post(COMPLETIONS, body | {"n": NUM_SEVERAL}), NUM_SEVERAL)
             else:
-                answer = await self.client.post(COMPLETIONS, body)
-            result = read_answer(answer, ids, self.names, where=COMPLETIONS, is_echoed=bool(body.get("echo")))
+                answers = [await self.client.post(COMPLETIONS, body)]
+            if way in _OF_TEXT:
+                results = [read_text_answer(answers[0], ids, self.names, first, where=COMPLETIONS)]
+            else:
+                is_echoed = bool(body.get("echo"))
+                results = [
+                    read_answer(item, ids, self.names, where=COMPLETIONS, is_echoed=is_echoed) for item in answers
+                ]
         except HarnessError as error:
-            result = error
-        return Sent(request=number, prompt=ids, max_tokens=max_tokens, result=result)
+            results = [error]
+        return [Sent(request=number, prompt=ids, max_tokens=max_tokens, result=result) for result in results]
 
 
 def continue_prompts(
@@ -206,7 +238,7 @@ async def ask(
             sender=Sender(client=client, dialect=probed.dialect, names=names),
             prompts=list(enumerate(plan.prompts)),
             num_again=min(num_again, len(plan.prompts)),
-            ways=tuple(_other_ways(probed)),
+            ways=tuple(_other_ways(probed, names)),
             blocks=blocks,
             progress=progress,
         )
@@ -217,7 +249,7 @@ async def ask(
         )
 
 
-def _other_ways(probed: Probed) -> Iterator[Way]:
+def _other_ways(probed: Probed, names: TokenNames) -> Iterator[Way]:
     """Yield the ways, beside the first, that the server can be asked in."""
     yield from (Way.REPEATED, Way.ALONE, Way.REVERSED)
     if probed.dialect.takes_token_ids:
@@ -226,6 +258,12 @@ def _other_ways(probed: Probed) -> Iterator[Way]:
         yield Way.STREAMED
     if probed.has("prompt logprobs"):
         yield Way.PROMPT
+    if probed.dialect != probed.dialect.plain():
+        yield Way.PLAIN
+    if probed.dialect.takes_token_ids and names.is_there:
+        yield Way.TEXT
+    if probed.has(SEVERAL):
+        yield Way.SEVERAL
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,7 +289,7 @@ class _Requests:
                 await self._are_firsts_done.wait()
             asked = self._asked_again()
             tasks = {
-                way: group.create_task(self.sender.send(way, prompts, on_sent=self._is_done))
+                way: group.create_task(self.sender.send(way, prompts, on_sent=self._is_done, firsts=self._answers))
                 for way, prompts in asked.items()
                 if way is not Way.ALONE
             }
@@ -272,16 +310,24 @@ class _Requests:
         self._num_done += 1
         self.progress("server", self._num_done, len(self.prompts) + len(self.ways) * self.num_again)
 
+    @property
+    def _answers(self) -> dict[int, Completion]:
+        """The first answers to the prompts that are sent again."""
+        return {sent.request: sent.result for sent in self._firsts if isinstance(sent.result, Completion)}
+
     def _asked_again(self) -> dict[Way, list[tuple[int, Prompt]]]:
         """Return the prompts of the other ways; none if the server answered none of those that are sent again."""
         again, asked = self.prompts[: self.num_again], dict[Way, list[tuple[int, Prompt]]]()
-        answers = {sent.request: sent.result for sent in self._firsts if isinstance(sent.result, Completion)}
+        answers = self._answers
         for way in self.ways if answers else ():
             asked[way] = again
             if way is Way.CONTINUED:
                 asked[way] = continue_prompts(again, answers)
             elif way is Way.PROMPT:
                 asked[way] = [(number, replace(prompt, max_new_tokens=1)) for number, prompt in again]
+            elif way is Way.TEXT:
+                names = self.sender.names
+                asked[way] = [(number, prompt) for number, prompt in again if names.text_of(prompt.token_ids)]
         return {way: prompts for way, prompts in asked.items() if prompts}
 
 

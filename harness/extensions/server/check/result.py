@@ -49,7 +49,7 @@ class ScheduleResult:
 
     IN_DOCUMENT: ClassVar = ("outcome",)
     schedule: str
-    """`together`, `alone`, `repeated`, `reversed`, `continued`, `streamed`, `prompt`."""
+    """`together`, `alone`, `repeated`, `reversed`, `continued`, `streamed`, `prompt`, `plain`, `text`, `several`."""
     num_requests: int
     num_failed: int
     """Requests without an answer that can be judged."""

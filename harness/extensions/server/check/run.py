@@ -62,7 +62,7 @@ def check_endpoint(
         server_s=answered - loaded,
         truth_s=background.seconds,
         all_s=time.perf_counter() - begin,
-        notes=(*plan.notes, *_notes(probed, results, asked.num_retries, asked.waited_s)),
+        notes=(*plan.notes, *_notes(probed, results, asked.num_retries, asked.waited_s), _not_asked(probed, runs)),
     )
 
 
@@ -75,13 +75,13 @@ def require_an_answer(run: ScheduledRequests) -> None:
 
 def promises_of(probed: Probed, names: TokenNames, way: Way) -> Promised:
     """Return what the answers of a way must have."""
-    dialect = probed.dialect
+    dialect = probed.dialect.plain() if way in (Way.PLAIN, Way.TEXT) else probed.dialect
     are_ids = probed.has("return_tokens_as_token_ids")
     return Promised(
         has_logprobs=dialect.num_logprobs > 0,
         num_top=dialect.num_top,
         has_prompt=way is Way.PROMPT,
-        counts_prompt=dialect.takes_token_ids,
+        counts_prompt=dialect.takes_token_ids and way is not Way.TEXT,
         is_named_alone=(lambda _token_id: True) if are_ids else names.is_named_alone,
     )
 
@@ -164,6 +164,26 @@ def _shared(sent: Sent, first: ScheduledRequests, prompts: Sequence[Prompt]) -> 
             yield logprobs, first_logprobs
         if token_id != walked_id:
             return
+
+
+_WAYS = {
+    Way.ALONE: "the same prompts in other ways (--again)",
+    Way.CONTINUED: "token ids as prompts",
+    Way.STREAMED: "streams",
+    Way.PROMPT: "log probabilities of prompts",
+    Way.TEXT: "prompts as text",
+    Way.SEVERAL: "several answers to one prompt",
+}
+
+
+def _not_asked(probed: Probed, runs: Sequence[ScheduledRequests]) -> str:
+    """Say what no request was sent for, so that nothing is known of it."""
+    asked = {run.way for run in runs} | ({Way.TEXT} if not probed.dialect.takes_token_ids else set())
+    unasked = [what for way, what in _WAYS.items() if way not in asked]
+    if probed.other_models:
+        unasked.append(f"other names of models than {probed.dialect.model} ({', '.join(probed.other_models[:3])})")
+    unasked += ["chats (harness server chat)", "temperatures above 0 (harness server sampler)"]
+    return f"not asked: {', '.join(unasked)}"
 
 
 def _is_drawn(result: ScheduleResult) -> bool:

@@ -119,7 +119,7 @@ def run_load(
     for index, request in enumerate(requests):
         check_prompt(hf, request.prompt, index)
     names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
-    probed, answers = asyncio.run(_send(plan, address, names, requests, report))
+    probed, num_retries, answers = asyncio.run(_send(plan, address, names, requests, report))
     run = ScheduledRequests(
         way=Way.STREAMED, sent=tuple(item.sent for item in answers), seconds=max(item.end_s for item in answers)
     )
@@ -148,16 +148,18 @@ def run_load(
         num_judged=len(truth),
         answers=judgement,
         truth_s=truth_s,
-        notes=tuple(_notes(probed, answers, len(truth), len(done))),
+        notes=tuple(_notes(probed, answers, len(truth), len(done), num_retries)),
     )
 
 
 async def _send(
     plan: Plan, address: Address, names: TokenNames, requests: Sequence[LoadRequest], report: Progress
-) -> tuple[Probed, list[TimedAnswer]]:
+) -> tuple[Probed, int, list[TimedAnswer]]:
+    """Return the probe's result, how often the probe was sent again, and the answers."""
     report("probe", 0, 1)
     async with Client(replace(address, concurrency=1)) as client:
         probed = await probe(client, requests[0].prompt.token_ids, names, fallback_model=plan.case.model)
+        num_retries = client.num_retries
     if not probed.has("streaming"):
         what = "the server does not stream, so no token has a time of its own"
         raise HarnessError(Code.ENDPOINT_CANNOT, what, where=address.url, hint="harness server check judges it")
@@ -170,7 +172,7 @@ async def _send(
 
     probed.dialect = _plain(probed)
     async with Client(replace(address, retries=0)) as client:
-        return probed, await _send_when_due(client, probed.dialect, names, requests, is_done)
+        return probed, num_retries, await _send_when_due(client, probed.dialect, names, requests, is_done)
 
 
 def _plain(probed: Probed) -> Dialect:
@@ -253,7 +255,11 @@ def _quantiles(seconds: Sequence[float]) -> Quantiles:
     )
 
 
-def _notes(probed: Probed, answers: Sequence[TimedAnswer], num_judged: int, num_answered: int) -> Iterator[str]:
+def _notes(
+    probed: Probed, answers: Sequence[TimedAnswer], num_judged: int, num_answered: int, num_retries: int
+) -> Iterator[str]:
+    if num_retries:
+        yield f"{num_retries} requests of the probe were sent again, before the load: the server was not ready"
     if probed.dialect.num_logprobs:
         yield "the server names tokens only with log probabilities, so they were asked for: they cost it time"
     if num_judged < num_answered:

@@ -11,9 +11,9 @@ from harness.results.check import Finding
 
 FALSE_ALARM = 1e-3
 """Share of runs in which a sound server may alarm, at most, over all tests of a run."""
-_NUM_OTHERS = 7
-"""Tests beside those of the settings: all draws together; those of one request, and of neighbouring ones, each in two
-orders of the tokens; the same seed alone, and again."""
+_NUM_OTHERS = 9
+"""Tests beside those of the settings: all draws together; the first of each request, in two orders of the tokens; those
+of one request, and of neighbouring ones, in the same two orders; the same seed alone, and again."""
 _TESTS_OF_A_SETTING = 3
 """Beside the alternatives: three orders of the tokens."""
 _AS_LIKELY = math.log(20)
@@ -197,7 +197,7 @@ def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_
 def judge_independence(
     evidence: Mapping[str, SamplerEvidence], levels: Levels, follows: Mapping[str, str | None]
 ) -> Iterator[Finding]:
-    """Judge the random numbers of all draws together, and whether neighbouring draws share one.
+    """Judge the random numbers of all draws and of first draws, and whether neighbouring draws share one.
 
     Two draws of one random number come from numbers that lie in both spans. Independent ones come from them with the
     product of the probabilities: the ratio of both has the mean 1 for a sound sampler, whatever came before. `follows`
@@ -209,6 +209,12 @@ def judge_independence(
     if distance > bound:
         message = f"the draws of all settings together are off by {distance:.2f}, at most {bound:.2f}"
         yield Finding(code=Code.SAMPLER_DIFFERS, message=f"{message}: the random numbers are not uniform")
+    firsts = [draw for draw in draws if draw.step == 0]
+    noise = sum(draw.noise for draw in firsts) / max(1, len(firsts))
+    distances = [kolmogorov_distance(column) for column in ([d.by_id for d in firsts], [d.by_rank[0] for d in firsts])]
+    if max(distances) > (bound := levels.shift(len(firsts), noise)):
+        message = f"the first draws of the requests are off by {max(distances):.2f}, at most {bound:.2f}"
+        yield Finding(code=Code.SAMPLER_DIFFERS, message=f"{message}: the first new token is drawn otherwise")
     for what, pairs in (
         ("the draws of one request depend on each other", _neighbours(draws, lambda draw: (draw.request, draw.step))),
         (

@@ -67,6 +67,7 @@ def _of(name: str, **settings: float) -> SamplerSetting:
 
 SETTINGS = (
     SamplerSetting(name="defaults", settings=SamplingSettings(), is_bare=True),
+    _of("colder", temperature=0.3),
     _of("cold", temperature=0.6),
     _of("hot", temperature=1.5),
     _of("top_k", temperature=1.8, top_k=3),

@@ -12,7 +12,7 @@ from harness.extensions.server.chat.automaton import Automaton
 from harness.extensions.server.client import has_status
 from harness.extensions.server.completion import Completion, wrong_length
 from harness.extensions.server.logprobs import DefinitionResult
-from harness.extensions.server.probe import error_text, failure
+from harness.extensions.server.probe import UNSEEDED, error_text, failure
 from harness.extensions.server.sampler.draws import bind_to_schemas, draws_of, read_draws
 from harness.extensions.server.sampler.evidence import Draw, SamplerEvidence
 from harness.extensions.server.sampler.judge import (
@@ -146,6 +146,7 @@ class _Judged:
         dependent = judge_independence(claimed, levels, follows)
         findings = [*pooled.findings, *dependent, *seed_findings, *self._logprobs.findings, *self._unpromised()]
         findings += self._stale(definitions)
+        findings += self._constant()
         if definitions and not any(definition.fits for definition in definitions):
             message = "the log probabilities are of no distribution that is known: " + "; ".join(
                 f"{definition.name}: {definition.rms_ratio:.3g} times HF's noise, {definition.num_misfits} misfits"
@@ -220,6 +221,13 @@ class _Judged:
                 f"stale, or of other rows ({best.rms_ratio:.3g} times HF's noise, {best.num_misfits} misfits)"
             )
             yield Finding(code=Code.ENDPOINT_LOGPROBS, message=message)
+
+    def _constant(self) -> Iterator[Finding]:
+        """Find draws that are the same in each request that has no seed."""
+        for capability in self._asked.probed.capabilities:
+            if capability.name == UNSEEDED and capability.is_ignored:
+                message = f"requests without a seed draw as if they had one and the same: {capability.detail}"
+                yield Finding(code=Code.SEED_DIFFERS, message=message)
 
     def _unpromised(self) -> Iterator[Finding]:
         if self._num_without and self._asked.probed.has("logprobs"):

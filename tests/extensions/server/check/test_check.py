@@ -22,7 +22,7 @@ from harness.results.check import Outcome
 from ..served import serve
 from .conftest import PROMPTS, asked_otherwise, changed, make_plan, reply
 
-WAYS = ["together", "repeated", "alone", "reversed", "continued", "streamed", "prompt"]
+WAYS = ["together", "repeated", "alone", "reversed", "continued", "streamed", "prompt", "plain", "text", "several"]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from harness.results.check import Outcome
 from .conftest import PROMPTS, VICTIM, asked_otherwise, changed, changed_events, reply
 
 EACH, STREAMED, PROMPT, AGAIN = "each answer", "streams", "the prompt's log probabilities", "from the second on"
+PLAIN, SECOND = "answers without log probabilities", "the second of two answers"
 
 
 def chosen(change):
@@ -167,7 +168,11 @@ LIES = {
     "constant of the prompt": (PROMPT, prompt_only(lambda _v, _at: -1.0), "of the prompt are off"),
     "of another prompt": (PROMPT, of_logprobs("tokens", lambda names: [names[0], "token_id:9", *names[2:]]),
                           "the echo of the prompt has other tokens"),
+    # of what clients ask for
+    "garbage without log probabilities": (PLAIN, field("text", "garbage"), "the text is another one than in the first"),
+    "a second answer of other tokens": (SECOND, field("token_ids", [1, 2, 3, 4, 5, 6, 7, 8]), "expected"),
     # of tokens, counts and ends
+    "another text beside the tokens": (EACH, field("text", "garbage"), "the text is 'garbage', and its tokens are"),
     "tokens of another prompt": (EACH, field("token_ids", [1, 2, 3, 4, 5, 6, 7, 8]), "expected"),
     "tokens in another order": (EACH, field("token_ids", lambda choice: choice["token_ids"][::-1]), "expected"),
     "an end that is none": (EACH, lambda choice: [field("token_ids", choice["token_ids"][:2])(choice),
@@ -199,6 +204,8 @@ class Liar:
             STREAMED: bool(body.get("stream")),
             PROMPT: is_echo,
             AGAIN: self.num_seen > 1 and not is_echo and not body.get("stream"),
+            PLAIN: "logprobs" not in body and not body.get("stream"),
+            SECOND: body.get("n") == 2,
         }[self.kind]
         if not is_meant:
             await app(scope, receive, send)
@@ -208,7 +215,7 @@ class Liar:
             await changed(self._tell)(app, scope, receive, send, body)
 
     def _tell(self, answer):
-        choice = answer["choices"][0]
+        choice = answer["choices"][-1]
         choice["usage"] = answer["usage"]
         self.lie(choice)
         answer["usage"] = choice.pop("usage")

@@ -38,7 +38,7 @@ def test_the_sound_server_passes(dtype):
     assert result.outcome is Outcome.PASS
     assert {setting.name: setting.num_draws >= 60 for setting in result.settings if setting.num_draws} == dict.fromkeys(
         [
-            "defaults", "cold", "hot", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+            "defaults", "colder", "cold", "hot", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
             "frequency_penalty", "logit_bias", "together",
         ],
         True,
