@@ -15,18 +15,21 @@ from harness.properties.core.machine import CHOICES, Drawn, Machine, NotApplicab
 from harness.properties.core.search import Hits
 from harness.properties.core.subject import Subject
 
+WIDE = 1 << 16
+"""A token that is 0 where ids are cut to 16 bits."""
 SMALL_BLOCK = 4
 """Lists are drawn as for blocks of at most this size, and stretched for larger ones."""
 
 
 def token_lists(max_size: int, *, min_size: int = 1) -> st.SearchStrategy[list[int]]:
-    """Return lists of zeros and ones, by two draws; `st.lists` takes two for each element."""
+    """Return lists of zeros and ones, or of zeros and `WIDE`, by two draws; `st.lists` takes two for each element."""
 
     def spell(size_and_bits: tuple[int, int]) -> list[int]:
         size, bits = size_and_bits
-        return [bits >> index & 1 for index in range(size)]
+        one = WIDE if bits >> max_size else 1
+        return [one * (bits >> index & 1) for index in range(size)]
 
-    return st.tuples(st.integers(min_size, max_size), st.integers(0, 2**max_size - 1)).map(spell)
+    return st.tuples(st.integers(min_size, max_size), st.integers(0, 2 ** (max_size + 1) - 1)).map(spell)
 
 
 def stretch_of(block_size: int) -> int:

@@ -33,6 +33,13 @@ _SLACK = 5e-6
 _NUM_DRAWS = 2000
 _LEAST_EXPECTED = 5
 """Draws that a cell of the chi-square test needs."""
+_SEEDS = (*range(_NUM_DRAWS), *range(1 << 16, (1 << 16) + 500))
+"""Of the draws that are counted, and of some that are drawn again where seeds are cut to 16 bits."""
+_SHOWN_SEEDS = f"[*range({_NUM_DRAWS}), *range({1 << 16}, {(1 << 16) + 500})]"
+_LEAST_LOG_CHANCE = -30.0
+_PERIODS = (*(1 << power for power in range(1, 10)), 1 << 16)
+_WIDE_VOCAB, _LIKELY = 70_000, 65_539
+"""Tokens of a vocabulary that 16 bits cannot number, and one that is 3 where ids are cut to them."""
 _LARGEST_Z = 5.2
 """In standard deviations: a fair sampler exceeds it once in ten million tests."""
 
@@ -71,6 +78,7 @@ def check_sampling(named: Any, settings: Settings) -> Rejections:
     often = "tokens come as often as is likely", partial(check_frequency, target)
     return raise_all(
         [
+            partial(falsify, "a token has more than 16 bits", partial(check_wide, target), st.just(None), few),
             partial(falsify, *in_set, _repeated(), settings),
             partial(falsify, *in_set, _batches(), settings),
             partial(falsify, *same, _batches(), settings),
@@ -88,6 +96,21 @@ def _check_sets(target: OpsUnderTest, batch: Sequence[SampledRow]) -> None:
             raise Counterexample(
                 f"row {row} drew token {token}, which is none of {allowed}", _program(target, batch, ending)
             )
+
+
+def check_wide(target: OpsUnderTest, _case: None) -> None:
+    """Check that a token beyond 65,535 is drawn where it is the only likely one; raises Counterexample."""
+    logits = torch.full((1, _WIDE_VOCAB), -100.0).index_fill(1, torch.tensor([_LIKELY]), 100.0)
+    arguments: dict[str, Any] = {"temperatures": [1.0], "top_ks": [0], "top_ps": [1.0], "min_ps": [0.0], "seeds": [0]}
+    lines = [
+        f"logits = torch.full((1, {_WIDE_VOCAB}), -100.0).index_fill(1, torch.tensor([{_LIKELY}]), 100.0)",
+        f"assert list({target.name}.sample(logits, **{arguments})) == [{_LIKELY}]",
+    ]
+    program = "\n".join(["import torch", *target.opening(), "", *lines]) + "\n"
+    with calling("sample", lambda: program):
+        (token,) = target.adapter.sample(logits, **arguments)
+    if int(token) != _LIKELY:
+        raise Counterexample(f"token {int(token)} was drawn, and {_LIKELY} alone is likely", program)
 
 
 def _check_batches(target: OpsUnderTest, batch: Sequence[SampledRow]) -> None:
@@ -112,8 +135,9 @@ def check_frequency(target: OpsUnderTest, request: SampledRow) -> None:
     near = request.probabilities(slack=_SLACK) - p
     if request.temperature == 0 or near.abs().max() > 1e-9:
         return  # nothing is drawn, or the set depends on rounding
-    batch = [replace(request, seed=seed) for seed in range(_NUM_DRAWS)]
-    counts = Counter(_sample(target, batch))
+    tokens = _sample(target, [replace(request, seed=seed) for seed in _SEEDS])
+    _check_periods(target, request, tokens, float(p.square().sum()))
+    counts = Counter(tokens[:_NUM_DRAWS])
     cells = _cells((p * _NUM_DRAWS).tolist())
     statistic = sum((sum(counts[token] for token in cell) - wanted) ** 2 / wanted for cell, wanted in cells)
     largest = _largest_chi_square(len(cells) - 1)
@@ -123,12 +147,28 @@ def check_frequency(target: OpsUnderTest, request: SampledRow) -> None:
         )
         program = [
             "import torch", *target.opening(), "", *_many_calls(target, request),
+            f"tokens = tokens[:{_NUM_DRAWS}]",
             f"cells = {cells}  # tokens, and how often they should come",
             "chi_square = sum((sum(map(tokens.count, own)) - wanted) ** 2 / wanted for own, wanted in cells)",
             f"assert chi_square <= {largest!r}",
         ]  # fmt: skip
         what = f"chi-square {statistic:.3g}, against a bound of {largest:.3g}: {pairs}"
         raise Counterexample(what, "\n".join(program) + "\n")
+
+
+def _check_periods(target: OpsUnderTest, request: SampledRow, tokens: Sequence[int], alike: float) -> None:
+    """Check that seeds a power of two apart draw otherwise; `alike` is how often two draws are the same by chance."""
+    by_seed = dict(zip(_SEEDS, tokens, strict=True))
+    for period in _PERIODS:
+        pairs = [(token, by_seed[seed + period]) for seed, token in by_seed.items() if seed + period in by_seed]
+        if all(first == second for first, second in pairs) and len(pairs) * math.log(alike) < _LEAST_LOG_CHANCE:
+            lines = [
+                *_many_calls(target, request),
+                "by_seed = dict(zip(seeds, tokens))",
+                f"assert any(by_seed[s] != by_seed[s + {period}] for s in seeds if s + {period} in by_seed)",
+            ]
+            program = "\n".join(["import torch", *target.opening(), "", *lines]) + "\n"
+            raise Counterexample(f"each seed draws the same as the one {period} after it", program)
 
 
 def _cells(expected: Sequence[float]) -> list[tuple[list[int], float]]:
@@ -189,12 +229,13 @@ def _call(target: OpsUnderTest, batch: Sequence[SampledRow], name: str) -> list[
 
 
 def _many_calls(target: OpsUnderTest, request: SampledRow) -> list[str]:
-    number = f"* {_NUM_DRAWS}"
+    number = f"* {len(_SEEDS)}"
     return [
+        f"seeds = {_SHOWN_SEEDS}",
         f"tokens = {target.name}.sample(",
         f"    torch.tensor([{list(request.logits)}] {number}),",
         f"    temperatures=[{request.temperature}] {number}, top_ks=[{request.top_k}] {number},",
-        f"    top_ps=[{request.top_p}] {number}, min_ps=[{request.min_p}] {number}, seeds=range({_NUM_DRAWS}),",
+        f"    top_ps=[{request.top_p}] {number}, min_ps=[{request.min_p}] {number}, seeds=seeds,",
         ")",
         "tokens = list(map(int, tokens))",
     ]

@@ -14,7 +14,14 @@ from harness.properties.ops.adapter import OpsUnderTest, RandomRows, not_checked
 from harness.properties.ops.loader import check_loader
 from harness.properties.ops.norm import Norm, NormCase, check_norms
 from harness.properties.ops.rotary import check_rotary
-from harness.properties.ops.tokens import SampledRow, check_frequency, check_sampling, check_stopping, check_tokenizer
+from harness.properties.ops.tokens import (
+    SampledRow,
+    check_frequency,
+    check_sampling,
+    check_stopping,
+    check_tokenizer,
+    check_wide,
+)
 from harness.properties.reference.ops import Ops
 from reference_engine.requests.detokenizer import Detokenizer
 
@@ -174,6 +181,36 @@ def test_a_biased_sampler_is_reported_as_a_program_that_shows_it(logits: tuple[f
     with pytest.raises(AssertionError):
         exec(compile(caught.value.program, "program", "exec"), {})
     exec(compile(caught.value.program.replace("TooWarm", "Ops"), "program", "exec"), {})
+
+
+class FewSeeds(Ops):
+    def sample(self, logits: torch.Tensor, *, seeds: Any, **others: Any) -> list[int]:
+        return super().sample(logits, seeds=[seed % 64 for seed in seeds], **others)
+
+
+class ShortSeeds(Ops):
+    def sample(self, logits: torch.Tensor, *, seeds: Any, **others: Any) -> list[int]:
+        return super().sample(logits, seeds=[seed % (1 << 16) for seed in seeds], **others)
+
+
+@pytest.mark.parametrize(("few", "period"), [(FewSeeds, 64), (ShortSeeds, 1 << 16)])
+def test_seeds_that_repeat_are_reported_with_their_period(few: type[Ops], period: int) -> None:
+    with pytest.raises(Counterexample, match=f"draws the same as the one {period} after it") as caught:
+        check_frequency(OpsUnderTest(few), SampledRow(logits=(0.0, 0.25, 0.5)))
+    with pytest.raises(AssertionError):
+        exec(compile(caught.value.program, "program", "exec"), {})
+
+
+class ShortIds(Ops):
+    def sample(self, logits: torch.Tensor, **others: Any) -> list[int]:
+        return [token % (1 << 16) for token in super().sample(logits, **others)]
+
+
+def test_ids_of_16_bits_are_a_finding() -> None:
+    with pytest.raises(Counterexample, match="token 3 was drawn, and 65539 alone is likely") as caught:
+        check_wide(OpsUnderTest(ShortIds), None)
+    with pytest.raises(AssertionError):
+        exec(compile(caught.value.program, "program", "exec"), {})
 
 
 def test_a_row_of_equal_elements_has_a_bound() -> None:
