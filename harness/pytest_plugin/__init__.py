@@ -18,7 +18,7 @@ from harness.pytest_plugin.failure import (
     pytest_report_to_serializable,
 )
 from harness.pytest_plugin.fixtures import harness_check
-from harness.pytest_plugin.items import UPDATE_SECTIONS, CaseFile
+from harness.pytest_plugin.items import UPDATE_SECTIONS, CaseFile, CaseNotCollectedWarning, has_marks_of_a_case
 
 __all__ = [
     "harness_check",
@@ -88,6 +88,9 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile |
         return None
     is_declared = _is_declared(file_path, parent.config)
     if not is_declared and file_path.parent.name != CASES_FOLDER:
+        if has_marks_of_a_case(file_path):
+            what = f"{file_path} looks like a case, and is not collected: its folder is not called {CASES_FOLDER!r}"
+            parent.warn(CaseNotCollectedWarning(f"{what}, and no glob of harness_cases in the configuration names it"))
         return None
     return CaseFile.from_parent(parent, path=file_path, is_declared=is_declared)
 

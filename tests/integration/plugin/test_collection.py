@@ -39,6 +39,20 @@ def test_toml_files_elsewhere_are_left_alone(project: pytest.Pytester, path: str
     result.stdout.fnmatch_lines(["*1 test collected*"])
 
 
+@pytest.mark.parametrize("path", ["theirs.toml", "cases/below/tiny.toml", "cases/typo.toml"])
+def test_a_file_that_looks_like_a_case_and_is_none_is_a_warning(
+    project: pytest.Pytester, case_text: str, path: str
+) -> None:
+    target = project.path / path
+    target.parent.mkdir(exist_ok=True)
+    is_typo = path == "cases/typo.toml"
+    marks = case_text.replace("schema_version", "schema").replace("requests", "request") if is_typo else case_text
+    target.write_text(marks)
+    reason = "it has neither schema_version nor requests" if is_typo else "its folder is not called 'cases'"
+    result = project.runpytest("--collect-only", "-q", "-W", "default")
+    result.stdout.fnmatch_lines([f"*{path} looks like a case, and is not collected: {reason}*"])
+
+
 @pytest.mark.parametrize("text", ["", "[settings]\nname = 'theirs'\n", "# schema_version = 1\n", "no toml at all"])
 def test_a_foreign_toml_in_a_folder_named_cases_is_left_alone(project: pytest.Pytester, text: str) -> None:
     (project.path / "cases" / "theirs.toml").write_text(text)
@@ -67,7 +81,9 @@ def test_the_ini_option_names_more_cases(project: pytest.Pytester, case_text: st
     for name in ("conformance/a.toml", "conformance/b.txt", "one/exactly.toml", "one/other.toml"):
         (project.path / name).parent.mkdir(exist_ok=True)
         (project.path / name).write_text(case_text)
-    result = project.runpytest("--collect-only", "-q", "-o", "harness_cases=conformance/*.toml\none/exactly.toml")
+    result = project.runpytest(
+        "--collect-only", "-q", "-W", "default", "-o", "harness_cases=conformance/*.toml\none/exactly.toml"
+    )
     result.stdout.fnmatch_lines(
         ["cases/tiny.toml::check", "conformance/a.toml::check", "one/exactly.toml::check", "*3 tests collected*"]
     )
