@@ -242,9 +242,28 @@ class FolderEngine:
         if finer:
             name = str(self._dtype).removeprefix("torch.")
             yield f"{len(finer)} of the tensors have more digits than {name}: --dtype float32 judges them as such"
+        for name in self._other_logits():
+            yield f"not judged: {name} is as wide as the vocabulary, too, and holds other values than the judged logits"
         if files.left_out:
             more = f"; and {len(files.left_out) - _MOST_SHOWN} more" if len(files.left_out) > _MOST_SHOWN else ""
             yield f"left out: {'; '.join(files.left_out[:_MOST_SHOWN])}{more}"
+
+    def _other_logits(self) -> list[str]:
+        """Return tensors that may be what is served, where the logits that were taken are others."""
+        assert self._finder is not None
+        assert self._graph is not None
+        logits = self._graph.logits
+        if logits not in self._finder.chosen:
+            return []
+        taken = self._finder.rows(logits)[-1]
+        tables = {table.name: table.rows for table in (*self._finder.tables, *self._finder.last_rows)}
+        return [
+            name
+            for name, rows in tables.items()
+            if rows.shape[1] == len(taken)
+            and name != self._finder.name(logits)
+            and not torch.equal(rows[-1].to(taken.dtype), taken)
+        ]
 
     def _is_finer(self, rows: torch.Tensor) -> bool:
         return self._in_dtype(rows).dtype is not self._dtype and rows.dtype.itemsize > self._dtype.itemsize

@@ -97,8 +97,15 @@ def _not_judged(rollouts: Rollouts, request: Request, explained: Explained | Non
         yield "operations of the engine (--engine)"
     if request.previous is None and request.engine_weights is None:
         yield "weights of the engine (--previous or --engine-weights)"
+    if explained is not None and _are_copies(explained.sides):
+        yield "the gap: both columns hold the same values for all tokens, as where one is a copy of the other"
     if rollouts.counts.without_value:
         yield f"{rollouts.counts.without_value} tokens without a value"
+
+
+def _are_copies(sides: Sequence[Side]) -> bool:
+    """Whether both sides have one column: two computations seldom agree in each bit."""
+    return len(sides) > 1 and torch.equal(sides[0].column, sides[1].column)
 
 
 def _notes(explained: Explained, sides: Sequence[SideFigures]) -> Iterator[str]:
