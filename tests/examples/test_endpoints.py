@@ -31,5 +31,6 @@ def test_every_way_of_sending_is_on_the_page():
     from harness.extensions.server.check.requests import Way
 
     assert re.findall(r"^\| `(\w+)` \|", PAGE.text, flags=re.MULTILINE) == [
-        Way.TOGETHER, Way.REPEATED, Way.ALONE, Way.REVERSED, Way.CONTINUED, Way.STREAMED, Way.PROMPT,
+        Way.TOGETHER, Way.REPEATED, Way.ALONE, Way.REVERSED, Way.CONTINUED, Way.STREAMED, Way.PROMPT, Way.PLAIN,
+        Way.TEXT, Way.SEVERAL,
     ]  # fmt: skip

@@ -187,7 +187,7 @@ def finding_sentence(finding: Finding) -> str:
         for name, value in (("request", finding.request), ("position", finding.position))
         if value is not None and f"{name} {value}" not in finding.message
     )
-    cause = f": {finding.explanation.cause}" if finding.explanation else ""
+    cause = f": {finding.explanation.cause}" if finding.explanation and finding.explanation.is_cause else ""
     return f"{tap}{finding.message}{f' ({place})' if place else ''}{cause}"
 
 
