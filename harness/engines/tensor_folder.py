@@ -248,22 +248,16 @@ class FolderEngine:
             more = f"; and {len(files.left_out) - _MOST_SHOWN} more" if len(files.left_out) > _MOST_SHOWN else ""
             yield f"left out: {'; '.join(files.left_out[:_MOST_SHOWN])}{more}"
 
-    def _other_logits(self) -> list[str]:
-        """Return tensors that may be what is served, where the logits that were taken are others."""
+    def _other_logits(self) -> Iterator[str]:
+        """Yield tensors that may be what is served, where the logits that were taken are others."""
         assert self._finder is not None
         assert self._graph is not None
-        logits = self._graph.logits
-        if logits not in self._finder.chosen:
-            return []
-        taken = self._finder.rows(logits)[-1]
-        tables = {table.name: table.rows for table in (*self._finder.tables, *self._finder.last_rows)}
-        return [
-            name
-            for name, rows in tables.items()
-            if rows.shape[1] == len(taken)
-            and name != self._finder.name(logits)
-            and not torch.equal(rows[-1].to(taken.dtype), taken)
-        ]
+        if self._graph.logits in self._finder.chosen:
+            taken, name = self._finder.rows(self._graph.logits)[-1], self._finder.name(self._graph.logits)
+            for table in (*self._finder.tables, *self._finder.last_rows):
+                is_as_wide = table.name != name and table.rows.shape[1] == len(taken)
+                if is_as_wide and not torch.equal(table.rows[-1].to(taken.dtype), taken):
+                    yield table.name
 
     def _is_finer(self, rows: torch.Tensor) -> bool:
         return self._in_dtype(rows).dtype is not self._dtype and rows.dtype.itemsize > self._dtype.itemsize

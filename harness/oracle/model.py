@@ -197,15 +197,12 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
 
 def _refuse_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a folder of which transformers would load other weights than those that its hash is of."""
-    redirects = {
-        folder / "adapter_config.json": (folder / "adapter_config.json").exists(),
-        f"{folder / CONFIG_NAME}: transformers_weights": bool(config.get("transformers_weights")),
-    }
-    for where in (place for place, is_there in redirects.items() if is_there):
+    adapter, is_named = folder / "adapter_config.json", bool(config.get("transformers_weights"))
+    if is_named or adapter.exists():
         raise HarnessError(
             Code.NOT_A_CHECKPOINT,
             "transformers would load other weights than those of the folder",
-            where=where,
+            where=f"{folder / CONFIG_NAME}: transformers_weights" if is_named else adapter,
             expected="a folder with one model",
             hint="check the base with the adapter (--model BASE --lora FOLDER), or take the named file or field away",
         )

@@ -70,8 +70,6 @@ UPDATE_SECTIONS = GOLDEN_UPDATE, BASELINE_UPDATE = "golden update", "baseline up
 
 _MARKS_OF_A_CASE = {"schema_version", "requests"}
 """Keys that every case has."""
-_FIELDS_OF_A_CASE = {"model", "engine", "schedules", "max_new_tokens"}
-"""Keys that other files may have, too: two of them make a file look like a case."""
 
 
 class CaseNotCollectedWarning(pytest.PytestWarning):
@@ -91,9 +89,6 @@ class CaseFile(pytest.File):
         from harness.formats.case import load_case
 
         if not self.is_declared and not _looks_like_a_case(self.path):
-            if len(_FIELDS_OF_A_CASE & _keys(self.path)) > 1:
-                what = f"{self.path} looks like a case, and is not collected"
-                self.warn(CaseNotCollectedWarning(f"{what}: it has neither schema_version nor requests"))
             return
         try:
             case = load_case(self.path)
@@ -117,14 +112,10 @@ def _looks_like_a_case(path: Path) -> bool:
 
 def has_marks_of_a_case(path: Path) -> bool:
     """Whether a TOML file has all keys that every case has."""
-    return _keys(path) >= _MARKS_OF_A_CASE
-
-
-def _keys(path: Path) -> set[str]:
     try:
-        return set(tomllib.loads(path.read_text(encoding="utf-8")))
+        return tomllib.loads(path.read_text(encoding="utf-8")).keys() >= _MARKS_OF_A_CASE
     except (OSError, ValueError):
-        return set()
+        return False
 
 
 class CaseItem(pytest.Item):

@@ -196,11 +196,7 @@ def only_choice(body: Any, *, where: str) -> dict[str, Any]:
 
 
 def choices_of(body: Any, num_asked: int) -> list[dict[str, Any]]:
-    """Return an answer of several choices as answers of one, which count no tokens.
-
-    Raises:
-        HarnessError: ENDPOINT_TOKENS: there are not as many as were asked for.
-    """
+    """Return an answer of several choices as answers of one; raises HarnessError (ENDPOINT_TOKENS): there are fewer."""
     only_choice(body, where=COMPLETIONS)
     if len(body["choices"]) != num_asked:
         what, actual = "there are not as many answers as were asked for", len(body["choices"])

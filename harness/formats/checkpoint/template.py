@@ -34,11 +34,7 @@ def render(
 ) -> str:
     """Return the text of a conversation in the chat template of a tokenizer of transformers.
 
-    Args:
-        tokenizer: a `PreTrainedTokenizerBase`.
-        messages: as transformers takes them.
-        tools: JSON schemas of functions that the assistant may call.
-        has_prompt: whether the beginning of the assistant's answer ends it.
+    `has_prompt` says whether the beginning of the assistant's answer ends it.
 
     Raises:
         TemplateLimitError: the template does not end, or takes too much memory, or writes too much.

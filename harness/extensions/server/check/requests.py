@@ -93,18 +93,15 @@ class Sender:
     client: Client
     dialect: Dialect
     names: TokenNames
+    firsts: dict[int, Completion] = field(default_factory=dict)
+    """First answers to the prompts that are sent again."""
 
     async def send(
-        self,
-        way: Way,
-        prompts: Iterable[tuple[int, Prompt]],
-        *,
-        on_sent: Callable[[Sent], None],
-        firsts: Mapping[int, Completion] | None = None,
+        self, way: Way, prompts: Iterable[tuple[int, Prompt]], *, on_sent: Callable[[Sent], None]
     ) -> ScheduledRequests:
         """Send numbered prompts in one way. A request that fails keeps no other from its answer.
 
-        `on_sent` is shown every request as soon as it is answered or has failed. `firsts` are the first answers.
+        `on_sent` is shown every request as soon as it is answered or has failed.
         """
         asked = list(prompts)
         if way is Way.REVERSED:
@@ -112,7 +109,7 @@ class Sender:
         begin, results = time.perf_counter(), list[Sent]()
 
         async def one(number: int, prompt: Prompt) -> None:
-            results.extend(await self._ask(way, number, prompt, (firsts or {}).get(number)))
+            results.extend(await self._ask(way, number, prompt))
             on_sent(results[-1])
 
         if way is Way.ALONE:
@@ -125,7 +122,7 @@ class Sender:
         results.sort(key=lambda sent: sent.request)
         return ScheduledRequests(way=way, sent=tuple(results), seconds=time.perf_counter() - begin)
 
-    async def _ask(self, way: Way, number: int, prompt: Prompt, first: Completion | None) -> list[Sent]:
+    async def _ask(self, way: Way, number: int, prompt: Prompt) -> list[Sent]:
         ids, max_tokens = prompt.token_ids, prompt.max_new_tokens
         results: list[Completion | HarnessError]
         try:
@@ -138,7 +135,7 @@ class Sender:
             else:
                 answers = [await self.client.post(COMPLETIONS, body)]
             if way in _OF_TEXT:
-                results = [read_text_answer(answers[0], ids, self.names, first, where=COMPLETIONS)]
+                results = [read_text_answer(answers[0], ids, self.names, self.firsts.get(number), where=COMPLETIONS)]
             else:
                 is_echoed = bool(body.get("echo"))
                 results = [
@@ -276,7 +273,7 @@ class _Requests:
     ways: tuple[Way, ...]
     blocks: "_Blocks"
     progress: Progress
-    _firsts: list[Sent] = field(default_factory=list)
+    _num_firsts: int = 0
     """First requests for the prompts that are sent again, those that are done."""
     _are_firsts_done: asyncio.Event = field(default_factory=asyncio.Event)
     _num_done: int = 0
@@ -289,7 +286,7 @@ class _Requests:
                 await self._are_firsts_done.wait()
             asked = self._asked_again()
             tasks = {
-                way: group.create_task(self.sender.send(way, prompts, on_sent=self._is_done, firsts=self._answers))
+                way: group.create_task(self.sender.send(way, prompts, on_sent=self._is_done))
                 for way, prompts in asked.items()
                 if way is not Way.ALONE
             }
@@ -302,23 +299,20 @@ class _Requests:
         self.blocks.take(sent)
         self._is_done(sent)
         if sent.request < self.num_again:
-            self._firsts.append(sent)
-            if len(self._firsts) == self.num_again:
+            if isinstance(sent.result, Completion):
+                self.sender.firsts[sent.request] = sent.result
+            self._num_firsts += 1
+            if self._num_firsts == self.num_again:
                 self._are_firsts_done.set()
 
     def _is_done(self, _sent: Sent) -> None:
         self._num_done += 1
         self.progress("server", self._num_done, len(self.prompts) + len(self.ways) * self.num_again)
 
-    @property
-    def _answers(self) -> dict[int, Completion]:
-        """The first answers to the prompts that are sent again."""
-        return {sent.request: sent.result for sent in self._firsts if isinstance(sent.result, Completion)}
-
     def _asked_again(self) -> dict[Way, list[tuple[int, Prompt]]]:
         """Return the prompts of the other ways; none if the server answered none of those that are sent again."""
         again, asked = self.prompts[: self.num_again], dict[Way, list[tuple[int, Prompt]]]()
-        answers = self._answers
+        answers = self.sender.firsts
         for way in self.ways if answers else ():
             asked[way] = again
             if way is Way.CONTINUED:

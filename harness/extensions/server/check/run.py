@@ -180,10 +180,8 @@ def _not_asked(probed: Probed, runs: Sequence[ScheduledRequests]) -> str:
     """Say what no request was sent for, so that nothing is known of it."""
     asked = {run.way for run in runs} | ({Way.TEXT} if not probed.dialect.takes_token_ids else set())
     unasked = [what for way, what in _WAYS.items() if way not in asked]
-    if probed.other_models:
-        unasked.append(f"other names of models than {probed.dialect.model} ({', '.join(probed.other_models[:3])})")
-    unasked += ["chats (harness server chat)", "temperatures above 0 (harness server sampler)"]
-    return f"not asked: {', '.join(unasked)}"
+    unasked += [f"the models {', '.join(probed.other_models[:3])}"] if probed.other_models else []
+    return f"not asked: {', '.join(unasked)}{', ' if unasked else ''}chats, temperatures above 0"
 
 
 def _is_drawn(result: ScheduleResult) -> bool:

@@ -44,7 +44,8 @@ def test_a_sound_server_passes_in_every_way(folder, dtype):
     assert together.tokens.compared == 32
     assert [logprobs.kind for logprobs in together.logprobs] == ["chosen", "top"]
     assert together.logprobs[1].num_values == 5 * 32
-    assert [logprobs.kind for logprobs in result.runs[-1].logprobs] == ["chosen", "top", "prompt"]
+    by_way = {run.schedule: [logprobs.kind for logprobs in run.logprobs] for run in result.runs}
+    assert (by_way["prompt"], by_way["plain"], by_way["text"]) == (["chosen", "top", "prompt"], [], [])
     assert all(0 < logprobs.rms_ratio <= logprobs.rms_bound for run in result.runs for logprobs in run.logprobs)
 
 
@@ -55,7 +56,8 @@ def test_what_the_probe_finds(folder, server):
     assert {capability.name for capability in result.capabilities if capability.is_there} == {
         "/health", "/v1/models", "token id prompts", "logprobs", "return_token_ids", "return_tokens_as_token_ids",
         "ignore_eos", "repetition_penalty", "prompt logprobs", "streaming", "/tokenize",
-        "temperature", "top_k", "top_k of -1", "top_p", "min_p", "seed", "stop",
+        "temperature", "top_k", "top_k of -1", "top_p", "min_p", "seed", "stop", "n of 2",
+        "draws without a seed",
     }  # fmt: skip
     assert not [capability.name for capability in result.capabilities if capability.is_ignored]
 
