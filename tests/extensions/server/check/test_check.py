@@ -144,7 +144,7 @@ def test_an_echo_without_its_first_token_is_read(folder, server):
     app.spoil, app.spoils_all = without_echo(0), True
     result = check_endpoint(make_plan(folder), Address(url=url), num_again=4)
     assert result.outcome is Outcome.PASS
-    (prompt,) = [logprobs for logprobs in result.runs[-1].logprobs if logprobs.kind == "prompt"]
+    (prompt,) = [item for run in result.runs for item in run.logprobs if item.kind == "prompt"]
     assert prompt.num_values == sum(len(ids) - 2 for ids in PROMPTS)
 
 
@@ -154,7 +154,7 @@ def test_an_echo_without_its_last_token_lacks_that_and_no_other(folder, server):
     app, url = server
     app.spoil, app.spoils_all = without_echo(-1), True
     result = check_endpoint(make_plan(folder), Address(url=url), num_again=4)
-    (prompt,) = [logprobs for logprobs in result.runs[-1].logprobs if logprobs.kind == "prompt"]
+    (prompt,) = [item for run in result.runs for item in run.logprobs if item.kind == "prompt"]
     assert prompt.num_values == sum(len(ids) - 1 for ids in PROMPTS)
     findings = [finding for run in result.runs for finding in run.findings]
     assert {finding.position - len(PROMPTS[finding.request]) for finding in findings} == {0}
