@@ -37,6 +37,7 @@ from harness.oracle.decode import HFDecoder, Snapshot
 from harness.oracle.images import decoder_inputs
 from harness.oracle.lora import add_adapter
 from harness.oracle.model import HFModel, add_mtp_layers, load_model
+from harness.oracle.untraced import frequencies_follow_length
 from harness.results.profile import StepShape
 from harness.results.settings import ModelSettings
 
@@ -72,6 +73,12 @@ def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, 
     return HFEngine(hf, options.get("attention"))
 
 
+_FOLLOWS_LENGTH = (
+    "rotary frequencies follow the length: HF's decode takes that so far, and the truth that of the whole request, so "
+    "beyond the original context HF's own rows differ (docs/models.md, known limits)"
+)
+
+
 class HFEngine:
     """Adapter of a transformers model."""
 
@@ -79,7 +86,10 @@ class HFEngine:
 
     def __init__(self, hf: HFModel, attention: str | None) -> None:
         self._hf, self._attention = hf, attention
-        self.capabilities = Capabilities(schedules=_SCHEDULES, keeps_states=True, takes_images=True, not_served=None)
+        notes = (_FOLLOWS_LENGTH,) if frequencies_follow_length(hf.config) else ()
+        self.capabilities = Capabilities(
+            schedules=_SCHEDULES, keeps_states=True, takes_images=True, not_served=None, notes=notes
+        )
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:

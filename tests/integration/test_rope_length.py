@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from harness.engines import open_engine
 from reference_engine.requests.admission import Admission
 from reference_engine.requests.sequence import Sequence
 
@@ -48,6 +49,12 @@ def test_every_schedule_passes_beyond_the_original_context(check):
     ran = check(SCHEDULES, "3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21")
     assert ran.status == 0, ran.out
     assert all("rope_extended" in run["coverage"]["triggers"] for run in ran.json["runs"])
+
+
+def test_hf_says_that_its_decode_takes_another_length(model, checkpoints):
+    notes = [open_engine("hf", folder, dtype="float32", device="cpu", options={}).capabilities.notes
+             for folder in (model, checkpoints / "llama-tiny")]  # fmt: skip
+    assert ["frequencies follow the length" in "".join(item) for item in notes] == [True, False]
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def test_an_operation_has_its_flops_and_bytes_by_formula():
     one = phase()
     operation = replace(one.roofline[0], name=one.operations[0].name, flops=12_345_000, bytes_moved=678_900)
     text = profile_text(profile(replace(one, roofline=(one.roofline[0], operation))))
-    header, rule, row, *_ = text[text.index("by operation") :].splitlines()[2:]
+    header, _, row, *_ = text[text.index("by operation") :].splitlines()[2:]
     assert header.split()[-2:] == ["MFLOP", "MB"]
     assert row.split()[-2:] == ["12.345", "0.679"]
 
