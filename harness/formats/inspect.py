@@ -234,7 +234,7 @@ def _render_tokens(info: Mapping[str, Any]) -> str:
 
 
 def _next_tokens(token: Mapping[str, Any]) -> tuple[str, str]:
-    best = ", ".join(f"{_piece(item)} {item['log_prob']:.3g}" for item in token.get("likeliest", ())[:3])
+    best = ", ".join(f"{_piece(item)} {item['log_prob']:.3g}" for item in token.get("likeliest", ()))
     log_prob = token.get("log_prob")
     return best, "" if log_prob is None else f"{log_prob:.3g}"
 
