@@ -70,18 +70,17 @@ def _measures(before: Sequence[TraceStep], after: Sequence[TraceStep]) -> Iterat
         yield Measure(name=name, before=median(old), after=median(new), noise=noise)
 
 
-_FEW = 5
-"""So few steps have no quartiles: their range is the noise."""
+_FEW, _LEAST = 5, 0.03
+"""So few steps may be alike by chance: their noise is at least this share."""
 _DEVIATIONS = 2.5 * 1.2533 * 1.4826
-"""2.5 standard errors of a median, by the median absolute deviation."""
+"""2.5 standard errors of a median, by the median absolute deviation: one step that is far off hides no change."""
 
 
 def _spread(values: Sequence[float]) -> float:
     """Return how far the median of such values may be from that of another run."""
-    if len(values) < _FEW:
-        return max(values) - min(values)
     middle = median(values)
-    return float(_DEVIATIONS * median(abs(value - middle) for value in values) / len(values) ** 0.5)
+    spread = float(_DEVIATIONS * median(abs(value - middle) for value in values) / len(values) ** 0.5)
+    return max(spread, _LEAST * abs(middle)) if len(values) < _FEW and max(values) > min(values) else spread
 
 
 _Key = tuple[str | None, str, str]

@@ -63,10 +63,9 @@ def _stalls(diff: TraceDiff) -> str | None:
         slow = [[us for us in side if us > _STALL * middle] for side, middle in zip(sides, medians, strict=True)]
         lost = [sum(side) - len(side) * middle for side, middle in zip(slow, medians, strict=True)]
         if lost[1] - lost[0] > 0.05 * sum(sides[1]):
-            return (
-                f"{len(slow[1])} of the {len(sides[1])} steps of {phase.phase} stall, {len(slow[0])} before: up to "
-                f"{_time(max(slow[1]))}, where the median is {_time(medians[1])}"
-            )
+            before = f"{len(slow[0])} of up to {_time(max(slow[0]))} before" if slow[0] else "none before"
+            steps = f"{len(slow[1])} of the {len(sides[1])} steps of {phase.phase} stall, {before}"
+            return f"{steps}: up to {_time(max(slow[1]))}, where the median is {_time(medians[1])}"
     return None
 
 

@@ -36,7 +36,7 @@ _GENERIC = re.compile(
     r"(?:device_kernel|gpu_kernel_impl\w*|enable_\w+|\w*TensorIterator\w*|\w*OffsetCalculator|array|lambda|operator|const|void"
     r"|bool|char|int|long|short|unsigned|float\d?|double|half|__half\w*|__nv_\w+|__hip_\w+|BFloat16|Half|Float8\w*|OpaqueType"
     r"|true|false|std|tuple|integral_constant|KernelParams|bfloat16_t|half_t|GemmUniversal|Kernel2?|kentry|native|ul|ReduceOp"
-    r"|[AB]?(?:Unary|Binary)Functor|TensorListMetadata|func_wrapper_t|\w*DataType|[A-Z]|[a-z]{1,2})$"
+    r"|[AB]?(?:Unary|Binary)Functor|TensorListMetadata|func_wrapper_t|\w*DataType\w*|[A-Z]|[a-z]{1,2})$"
 )
 """Identifiers in template arguments that do not tell one kernel from another."""
 _LONGEST = 64
