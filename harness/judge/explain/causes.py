@@ -12,6 +12,7 @@ from harness.judge.explain.any_kind import generic, settings
 from harness.judge.explain.attention import masks, reads, slots, softmax, unrecorded
 from harness.judge.explain.cache import entries, formats
 from harness.judge.explain.core.wrong_operation import Explain
+from harness.judge.explain.edits import other_code
 from harness.judge.explain.experts import experts, router
 from harness.judge.explain.layer import activation, embedding, wiring
 from harness.judge.explain.products import linear, lora, rows
@@ -168,6 +169,7 @@ OF_UNRECORDED_ATTENTION: Sequence[Explain] = (
 """Explanations for attention that was not recorded: its parameters, not its kernel."""
 _WIRING: Sequence[Explain] = (wiring.other_sum, wiring.other_input)
 _SETTINGS: Sequence[Explain] = (settings.other_settings,)
+_EDITS: Sequence[Explain] = (other_code,)
 _GENERIC: Sequence[Explain] = (
     generic.zero_output,
     generic.gain_of_a_setting,
@@ -183,13 +185,13 @@ _GENERIC: Sequence[Explain] = (
 LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
     Kind.EMBEDDING: (_GENERIC,),
     Kind.COPY: (_GENERIC,),
-    Kind.NORM: (_WIRING, _SETTINGS, _GENERIC),
-    Kind.LINEAR: (_WIRING, _SETTINGS, _GENERIC),
-    Kind.ROTARY: (_SETTINGS, _GENERIC),
-    Kind.ADD: (_SETTINGS, _GENERIC),
-    Kind.ACTIVATION: (_SETTINGS, _GENERIC),
+    Kind.NORM: (_WIRING, _SETTINGS, _EDITS, _GENERIC),
+    Kind.LINEAR: (_WIRING, _SETTINGS, _EDITS, _GENERIC),
+    Kind.ROTARY: (_SETTINGS, _EDITS, _GENERIC),
+    Kind.ADD: (_SETTINGS, _EDITS, _GENERIC),
+    Kind.ACTIVATION: (_SETTINGS, _EDITS, _GENERIC),
     Kind.ATTENTION: (_SETTINGS, _GENERIC),
-    Kind.OTHER: (_WIRING, _SETTINGS, _GENERIC),
+    Kind.OTHER: (_WIRING, _SETTINGS, _EDITS, _GENERIC),
 }
 """Stages of explanations. Each is tried only if no earlier one fits every row; the most general stage is last."""
 
@@ -220,7 +222,7 @@ def _is_row(row: tuple[object, object]) -> bool:
 
 def known_mistakes(kind: Kind) -> list[Explain]:
     """Return the explanations of a kind that name a mistake, without those that only say how values differ."""
-    return [explain for stage in stages_of(kind) if stage is not _GENERIC for explain in stage]
+    return [explain for stage in stages_of(kind) if stage not in (_EDITS, _GENERIC) for explain in stage]
 
 
 def causes_of(kind: Kind) -> list[Explain]:

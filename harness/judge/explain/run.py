@@ -19,7 +19,7 @@ from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.run import Comparison
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.shapes import engine_dtype
-from harness.judge.explain.core.rerun import Rerun, replay
+from harness.judge.explain.core.rerun import Budget, Rerun, replay
 from harness.judge.explain.core.wrong_operation import WrongOperation, gathered
 from harness.judge.explain.experts.router import explain_count
 from harness.judge.explain.products.linear import declared_failures
@@ -39,6 +39,8 @@ _EXPLAINED = (Code.LOCAL_ERROR, Code.NOT_FINITE, Code.CACHE_DIFFERS, Code.STATE_
 _SOUND = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION)
 _FALL = 0.5
 _MAX_ROWS = 192
+_EDIT_SECONDS = 5.0
+"""Time that all edits of HF's code may take together in one explained run."""
 
 
 def explain_run(comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
@@ -108,6 +110,7 @@ class Explainer:
         self.sound = frozenset(tap.name for tap in comparison.result.taps if tap.verdict in _SOUND)
         self.modules = {path for path, _ in hf.model.named_modules()}
         self._known: dict[str, Explanation | None] = {}
+        self._edit_budget = Budget(_EDIT_SECONDS)
 
     def explained(self, finding: Finding) -> Finding:
         """Return the finding with its explanation, if it has one."""
@@ -224,6 +227,7 @@ class Explainer:
             states=self.comparison.states,
             sound=self.sound,
             rerun=rerun,
+            edit_budget=self._edit_budget,
         )
 
     def _cache_evidence(self, operation: Operation, errors: LocalErrors) -> Evidence | None:

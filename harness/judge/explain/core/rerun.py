@@ -6,6 +6,7 @@ not record follows from HF's own code: a change is tried through all that lies b
 `P` places of the batch, `R` rows.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -137,6 +138,22 @@ class Rerun:
             replaced = put_back(rows, recorded.places, recorded.rows)
         self.values[tap] = (rows if replaced is None else replaced).clone()
         return replaced if replaced is None or value.places is None else replaced[value.places.to(replaced.device)]
+
+
+@dataclass(slots=True)
+class Budget:
+    """Time that is left for what is tried in bulk."""
+
+    seconds: float
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Take the time of the block."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds -= time.perf_counter() - begin
 
 
 @contextmanager

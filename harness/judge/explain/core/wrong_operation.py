@@ -18,7 +18,7 @@ from harness.judge.compare.align import Locator, Rows, step_rows
 from harness.judge.compare.evidence import AttentionContext, Evidence
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.states import StateRuns
-from harness.judge.explain.core.rerun import Rerun, replay
+from harness.judge.explain.core.rerun import Budget, Rerun, replay
 from harness.oracle.model import HFModel
 from harness.oracle.rotation import Rotation, rotations
 from harness.results.check import Provenance
@@ -98,6 +98,8 @@ class WrongOperation(Evidence):
     """Taps of the recording that passed."""
     rerun: Rerun | None = None
     """The part of the model with the operation, to run it again with something else in it."""
+    edit_budget: Budget | None = None
+    """Time that is left for trying edits of HF's code; None: none are tried."""
     downstream: Downstream | None = None
     """For an operation that was not recorded: then `actual` is no more than a guess."""
 

@@ -1,0 +1,98 @@
+"""HF's code is changed for the time of a run, nothing of a change stays, and the right change is named."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GraniteConfig
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteMLP
+
+import harness
+from harness.judge.explain.edits import run
+
+PROMPT = [5, 17, 99, 23, 64, 8, 41, 30, 77]
+
+
+def granite():
+    config = GraniteConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, residual_multiplier=0.4, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data *= 3 if parameter.dim() > 1 else 1
+    return model
+
+
+def half_activated(self, x):
+    up = self.up_proj(x)
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * up * up)
+
+
+def test_a_change_that_nobody_wrote_down_is_named(tmp_path, monkeypatch):
+    model = granite()
+    model.save_pretrained(tmp_path)
+
+    right = GraniteDecoderLayer.forward
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.mlp, "forward", half_activated.__get__(layer.mlp))
+    report = harness.check(model, model=tmp_path, prompts=[PROMPT], max_new_tokens=2, schedules=["plain"])
+    explanation = report.first_divergence.explanation
+    assert explanation.is_cause
+    assert "in GraniteMLP (modeling_granite.py:" in explanation.cause
+    assert "`self.act_fn(self.gate_proj(x)) * self.up_proj(x)`" in explanation.cause
+    assert "- down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))" in explanation.detail
+    assert GraniteDecoderLayer.forward is right
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_nothing_of_a_change_stays(has_own):
+    module = GraniteMLP(GraniteConfig(hidden_size=8, intermediate_size=8))
+    if has_own:
+        module.forward = lambda x: x
+    before = dict(vars(module))
+
+    def interrupt():
+        with run._in_place(module, "forward", len):
+            assert module.forward is len
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        interrupt()
+    assert vars(module) == before
+
+
+def endless(self, x):
+    while x.sum() > 0:
+        x = x - 1
+    return x
+
+
+def code_of(kind, **changes):
+    module = kind(GraniteConfig(hidden_size=8, intermediate_size=8))
+    return run._code(module, "forward", changes.get("forward", kind.forward))
+
+
+def test_the_changed_code_runs_in_the_place_of_the_right_one():
+    code = code_of(GraniteMLP)
+    x = torch.randn(3, 8)
+    right = code.holder(x)
+    edit = next(item for item in run._edits(code.function) if item.old == "self.act_fn(self.gate_proj(x))")
+    with run._in_place(code.holder, "forward", code.changed(edit)):
+        assert not torch.equal(code.holder(x), right)
+    assert torch.equal(code.holder(x), right)
+    assert code.place(edit).startswith("modeling_granite.py:")
+
+
+def test_code_that_may_not_end_or_is_not_of_transformers_is_left_alone():
+    assert code_of(GraniteMLP, forward=endless) is None
+    assert run._code(nn.Linear(1, 1), "forward", nn.Linear.forward) is None
+    space = {"__name__": "transformers.models.made"}
+    exec("def forward(self, x):\n    return x", space)
+    assert run._code(nn.Identity(), "forward", space["forward"]) is None  # there is no source
+    endless.__module__ = "transformers.models.made"
+    assert code_of(GraniteMLP, forward=endless) is None
