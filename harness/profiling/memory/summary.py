@@ -5,7 +5,7 @@ Traces of any program carry `[memory]` events when torch's profiler ran with `pr
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -173,7 +173,9 @@ def _device(snapshot: DeviceSnapshot) -> DeviceMemory:
         kept=_places(history.kept),
         out_of_memory=tuple(_refused(event) for event in snapshot.events if event.action == "oom"),
         settings=snapshot.settings,
-        contradictions=tuple(history.contradictions()),
+        contradictions=tuple(
+            history.contradictions({block.address for block in snapshot.blocks if block.state in _AWAITING})
+        ),
     )
 
 
@@ -199,8 +201,8 @@ class _History:
         latest = {event.address: event.action for event in self._events}
         self.kept = [piece for address, piece in used.items() if latest.get(address) == ALLOC]
 
-    def contradictions(self) -> Iterator[str]:
-        """Yield what in the history cannot be: peak and places that follow from it may be wrong."""
+    def contradictions(self, awaiting: Collection[int]) -> Iterator[str]:
+        """Yield what in the history cannot be, so that its peak may be wrong; `awaiting` a free, blocks are in use."""
         in_use = dict(self._before)
         num_twice = num_unequal = num_unknown = 0
         for event in self._events:
@@ -212,7 +214,7 @@ class _History:
                 num_unknown += piece is None
                 num_unequal += piece is not None and piece.num_bytes != event.num_bytes
         num_back = sum(after < before for before, after in pairwise(self._times))
-        num_ends = len(in_use.keys() ^ self._used.keys()) if self._events else 0
+        num_ends = len((in_use.keys() ^ self._used.keys()) - set(awaiting)) if self._events else 0
         yield from (
             f"{number:,} {what}"
             for number, what in (

@@ -15,6 +15,9 @@ _MOST = 0.3
 """Share of a change from which on something is its cause."""
 _STALL = 1.5
 """Times the median from which on a step stalls."""
+_ON_HOST = {
+    "call": "{} takes {} a step", "python": "the host is in {} for {} a step", "cpu": "{} takes {} a step on the CPU",
+}  # fmt: skip
 _UNIFORM = 0.12
 """Categories whose times changed by factors this close to each other changed together."""
 
@@ -114,8 +117,7 @@ def _host(phase: PhaseChange, rows: Sequence[OperatorChange], added_us: float) -
         numbers = f"{_count(calls.after)} times a step for {_count(calls.before)}"
         return f"the host waits for the device {numbers}, in {wait.short_name}"
     rows = [row for row in rows if row not in waiting and row.added_us * added_us > 0]
-    for device, words in (("call", "{} takes {} a step"), ("python", "the host is in {} for {} a step"),
-                          ("cpu", "{} takes {} a step on the CPU")):  # fmt: skip
+    for device, words in _ON_HOST.items():
         row = _largest(rows, device)
         is_launch = device == "call" and _is_other_number(launches)
         if row and not is_launch and (row.added_us / added_us >= _MOST or (device == "cpu" and row.is_of_count)):
@@ -158,7 +160,8 @@ def _moved(rows: Sequence[OperatorChange], category: Measure) -> str:
     """Return which kernels are new, gone, more or longer."""
     added = max((row for row in rows if not row.count_before), key=attrgetter("added_us"), default=None)
     removed = min((row for row in rows if not row.count_after), key=attrgetter("added_us"), default=None)
-    if added and removed:
+    most = _MOST * abs(category.added)
+    if added and removed and max(abs(added.added_us), abs(removed.added_us)) >= most:
         return f"moved from {removed.short_name} to {added.short_name}"
     longest = max(rows, key=lambda row: row.added_us * category.added, default=None)
     if longest is None:

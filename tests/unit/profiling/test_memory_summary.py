@@ -251,6 +251,9 @@ def test_a_history_that_contradicts_itself_is_told(write):
         "1 blocks that are in use at the end of the history or in the segments, and not in both",
     )
     assert summarize_memory(write(SNAPSHOT)).devices[0].contradictions == ()
+    waiting = [segment([block(7, MIB, "active_awaiting_free")])]
+    events = [event("alloc", 7, MIB, 1), event("free_requested", 7, MIB, 2)]
+    assert summarize_memory(write({"segments": waiting, "device_traces": [events]})).devices[0].contradictions == ()
 
 
 def test_settings_of_the_allocator_are_told_and_advised(write):

@@ -116,3 +116,26 @@ def test_a_trace_without_steps_is_one_step_with_unknown_noise(tmp_path):
     sentence = diff_traces(*paths).sentence
     assert sentence.startswith("the trace 0.05 -> 0.5 ms: aten::mm takes 450 us more a step on the CPU")
     assert "noise is unknown" in sentence
+
+
+def test_a_small_kernel_under_another_name_does_not_hide_a_longer_one(tmp_path):
+    paths = []
+    for at, (names, duration) in enumerate(((("gemm_a", "gemm_x"), 100.0), (("gemm_a", "gemm_y"), 300.0))):
+        events = []
+        for step in range(6):
+            where = {"ph": "X", "pid": 1, "tid": 1, "ts": 1000.0 * step}
+            events.append(where | {"cat": "user_annotation", "name": "step[DECODE bs=2]", "dur": 20.0})
+            for number, name in enumerate(names):
+                ids = {"args": {"correlation": 2 * step + number}}
+                call = where | {
+                    "ts": where["ts"] + number,
+                    "dur": 0.5,
+                    "cat": "cuda_runtime",
+                    "name": "cudaLaunchKernel",
+                }
+                kernel = {"cat": "kernel", "name": name, "tid": 7, "dur": 1.0 if number else duration + step}
+                events += [call | ids, where | kernel | ids | {"ts": where["ts"] + (5.0 if number else 20.0)}]
+        paths.append(tmp_path / f"{at}.json")
+        paths[-1].write_text(json.dumps({"traceEvents": events}))
+    sentence = diff_files(*paths).sentence
+    assert sentence.startswith("decode 0.122 -> 0.323 ms: GEMM 0.103 -> 0.303 ms, gemm_a takes 3 times as long")
