@@ -7,6 +7,7 @@ that was written after its wheel was installed.
 
 import hashlib
 import os
+import stat
 import sys
 import sysconfig
 import time
@@ -16,8 +17,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-REPORTING = "HARNESS_FILES_READ"
-"""Environment variable under which an engine's process tells its parent what it has read."""
+LEFT_OUT = "HARNESS_FILES_READ_BUT"
+"""Environment variable with a folder: an engine's process then tells its parent what it has read outside of it."""
 _CLOCKS_DIFFER_S = 2.0
 _begun_ns = time.time_ns() - 20_000_000  # a file system's clock may be behind by so much
 _opened: set[str] = set()
@@ -43,13 +44,13 @@ def add_files(files: Mapping[str, str]) -> None:
     _of_others.update(files)
 
 
-def files_read(*left_out: Path) -> dict[str, str]:
-    """Return the sha256 of each file that was read, by its path, but of those in the folders `left_out`.
+def files_read() -> dict[str, str]:
+    """Return the sha256 of each file that was read, by its path, but of those in the folder `$LEFT_OUT`.
 
     A file that was written again since this process began has a digest that no other run gives.
     """
     named = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
-    skipped = ("/proc/", "/sys/", "/dev/", *(f"{folder.absolute()}{os.sep}" for folder in left_out))
+    skipped = ("/proc/", "/sys/", "/dev/", os.path.join(os.environ.get(LEFT_OUT, os.devnull), ""))  # noqa: PTH118
     data = {file for file in _opened - _written if not file.endswith(".pyc") and not file.startswith(skipped)}
     files = sorted(data | {str(Path(file).absolute()) for file in named if isinstance(file, str)})
     digests = {file: _digest_as_read(file) for file in files if not _is_versioned(file)}
@@ -67,14 +68,15 @@ def file_digest(file: str) -> str | None:
 
 def _digest_as_read(file: str) -> str | None:
     with suppress(OSError):
-        changed_ns = Path(file).stat().st_ctime_ns
-        return uuid.uuid4().hex if changed_ns > _begun_ns else _digest(file, changed_ns)
+        status = Path(file).stat()
+        if stat.S_ISREG(status.st_mode):
+            return uuid.uuid4().hex if status.st_ctime_ns > _begun_ns else _digest(file, status.st_ctime_ns)
     return None
 
 
 @cache
 def _digest(file: str, _changed_ns: int) -> str | None:
-    return file_digest(file) if Path(file).is_file() else None
+    return file_digest(file)
 
 
 def _is_versioned(file: str) -> bool:

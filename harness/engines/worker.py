@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.base.files_read import REPORTING, files_read, watch_files
+from harness.base.files_read import LEFT_OUT, files_read, watch_files
 from harness.engines.adapter import Engine, TapMatcher, engine_errors, open_engine, shown_settings
 from harness.errors import HarnessError
 from harness.formats.taps import Graph
@@ -22,7 +22,7 @@ from harness.formats.taps import Graph
 
 def main() -> None:
     """Open an engine and run it, as jobs on standard input say, until it ends."""
-    if REPORTING in os.environ:
+    if LEFT_OUT in os.environ:
         watch_files()
     serve(_Worker().answer)
 
@@ -72,7 +72,7 @@ class _Worker:
                 traceback.print_exc()
             return {"error": _as_json(error)}
         assert self._engine is not None
-        read = {"files_read": files_read()} if REPORTING in os.environ else {}
+        read = {"files_read": files_read()} if LEFT_OUT in os.environ else {}
         return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities), **result, **read}
 
     def _do(self, job: Mapping[str, Any]) -> dict[str, Any]:

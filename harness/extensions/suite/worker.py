@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.base.files_read import REPORTING, files_read, watch_files
+from harness.base.files_read import LEFT_OUT, files_read, watch_files
 from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.preflight import fingerprint
@@ -31,7 +31,7 @@ CHECK_NAME = "check.json"
 
 def main() -> None:
     """Answer tasks on standard input until it ends."""
-    os.environ[REPORTING] = "1"
+    os.environ[LEFT_OUT] = str(cache_dir().absolute())
     watch_files()
     serve(answer)
 
@@ -62,7 +62,7 @@ def run_task(task: Task) -> TaskOutcome:
         place = f"{Path(where.filename).name}, line {where.lineno}"
         outcome = _error(Code.INTERNAL, f"{type(error).__name__}: {error} ({place})")
     seconds = time.perf_counter() - begin
-    return outcome.model_copy(update={"seconds": seconds, "files_read": files_read(cache_dir())})
+    return outcome.model_copy(update={"seconds": seconds, "files_read": files_read()})
 
 
 def _make_goldens(task: Task, store: Store | None) -> TaskResult:

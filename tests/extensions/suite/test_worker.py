@@ -61,7 +61,9 @@ def test_what_a_task_raises_is_an_answer_or_a_loss(task, monkeypatch, raised, ex
     monkeypatch.setattr(worker, "_check", lambda *_: (_ for _ in ()).throw(raised))
     outcome = worker.run_task(task())
     assert outcome == (
-        expected if isinstance(outcome, Loss) else expected.model_copy(update={"seconds": outcome.seconds})
+        expected
+        if isinstance(outcome, Loss)
+        else expected.model_copy(update={"seconds": outcome.seconds, "files_read": outcome.files_read})
     )
 
 

@@ -7,24 +7,26 @@ import sys
 import time
 
 PROGRAM = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from harness.base.files_read import files_read, watch_files
 watch_files()
 import engine, wheel, patched, numpy, email
 open("data.bin", "rb").close()
+os.close(os.open(".", os.O_RDONLY))  # a folder
 open("written.txt", "w").close()
 open("written.txt").close()
 engine.late()
 Path("left_out").mkdir()
 Path("left_out/golden.json").write_text("{}")
-print(json.dumps(files_read(Path("left_out"))))
+print(json.dumps(files_read()))
 """
 
 
 def read_in_a_process(folder):
     packages = folder / "site-packages"
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(packages)]), "PYTHONDONTWRITEBYTECODE": "1"}
+    env["HARNESS_FILES_READ_BUT"] = str(folder / "left_out")
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=folder, env=env, capture_output=True, check=True)
     return {str(path).removeprefix(f"{folder}/"): digest for path, digest in json.loads(done.stdout).items()}
 

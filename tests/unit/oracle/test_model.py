@@ -1,5 +1,7 @@
 """What is read off a model and its configuration, on small modules by hand."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -8,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.errors import Code
+from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
-from harness.oracle.model import HFModel, _contradiction, _loading_error, _with_attention
+from harness.oracle.model import HFModel, _contradiction, _loading_error, _with_attention, load_model
 
 
 class Decoder(nn.Module):
@@ -83,7 +85,30 @@ def test_the_number_of_positions(config, limit):
     ],
 )
 def test_the_size_of_a_head(config, size):
-    assert HFModel.head_dim.fget(SimpleNamespace(config=SimpleNamespace(**config))) == size
+    one = hf()
+    one.model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
+    assert (one.head_dim, one.head_dim_of(1)) == (size, size)
+
+
+def test_layers_may_have_heads_of_other_sizes():
+    layers = [SimpleNamespace(head_dim=size) for size in (16, 32)]
+    one = hf()
+    text = SimpleNamespace(is_heterogeneous=True, per_layer_config=layers)
+    one.model.config = SimpleNamespace(get_text_config=lambda: text)
+    assert (one.head_dim, one.head_dim_of(0), one.head_dim_of(1)) == (16, 16, 32)
+
+
+@pytest.mark.parametrize("redirect", ["adapter_config.json", "transformers_weights"])
+def test_a_folder_whose_weights_transformers_takes_from_elsewhere_is_refused(tmp_path, checkpoints, redirect):
+    folder = shutil.copytree(checkpoints / "llama-tiny", tmp_path / "model")
+    if redirect == "adapter_config.json":
+        (folder / redirect).write_text('{"base_model_name_or_path": "elsewhere"}')
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {redirect: "other.safetensors"}))
+    with pytest.raises(HarnessError, match="H001: transformers would load other weights") as caught:
+        load_model(folder, dtype=torch.float32)
+    assert redirect in str(caught.value.where)
 
 
 def test_eager_attention_is_that_of_the_file_of_the_class_or_of_what_it_is_derived_from(monkeypatch):
