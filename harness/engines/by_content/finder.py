@@ -104,6 +104,8 @@ _SAME = 1e-6
 """Relative error up to which two values of HF's are one, and may be one tensor."""
 _NEAR, _NEAR_SHARE = 1.0, 0.5
 """Relative error of the tensor nearest to a lost value, and its share of those of others, for it to be taken."""
+_ONE_SIZE = 1e-3
+"""Relative difference of norms up to which rows have been divided by them: those of 16 bits differ by some 1e-4."""
 _SHARE_OF_NAMES = 0.8
 """Of the names of tensors, those that must follow from other layers' for a name alone to be believed."""
 
@@ -568,9 +570,12 @@ class TapFinder:
     def _candidates(self, operation: Operation) -> list[Candidate]:
         """Return the unclaimed tensors that may be an operation's value, each content once.
 
-        These are tensors near to HF's value, those as wide as it, and the columns that hold it in other layers.
+        These are tensors near to HF's value, those as wide as it, and the columns that hold it in other layers. What a
+        norm divides by its size is none: a norm makes the same of that and of what it reads.
         """
-        width = prod(operation.shape)
+        width, graph = prod(operation.shape), self._hf.graph
+        readers = {graph[tap].kind for tap in self._readers[operation.tap]}
+        is_read_by_norm = Kind.NORM in readers and operation.kind is not Kind.NORM
         places = [(fit.index, fit.columns) for fit in self._near.get(operation.tap, ())]
         in_other_layers = {
             (self.tables[tensor.table].rows.shape[1], tensor.columns) for tensor in self._of_site(operation).values()
@@ -583,7 +588,9 @@ class TapFinder:
         candidates = [
             self._relations.candidate(at, columns)
             for at, columns in places
-            if self._may_have(operation, columns) and not self._is_claimed(at, columns)
+            if self._may_have(operation, columns)
+            and not self._is_claimed(at, columns)
+            and not (is_read_by_norm and have_one_size(columns.of(self.tables[at].rows)))
         ]
         return list({item.content: item for item in candidates if item is not None}.values())
 
@@ -654,6 +661,12 @@ class TapFinder:
 
 def _digest(rows: torch.Tensor) -> bytes:
     return hashlib.blake2b(rows.float().numpy().tobytes(), digest_size=16).digest()
+
+
+def have_one_size(rows: torch.Tensor) -> bool:
+    """Whether all rows [T, W] have the same norm, as in what a norm divides by it before it multiplies by weights."""
+    sizes = rows.float().norm(dim=1)
+    return bool(sizes.min() > (1 - _ONE_SIZE) * sizes.max())
 
 
 def in_place_of(value: torch.Tensor, engine_rows: torch.Tensor) -> torch.Tensor:

@@ -255,6 +255,19 @@ def test_one_tensor_is_one_tap(checkpoints, tmp_path):
     assert "model.layers.0.attn_residual" not in finder.chosen
 
 
+def test_what_a_norm_divides_by_its_size_is_not_what_it_reads(checkpoints):
+    def triple(model):
+        model.model.layers[1].self_attn.register_forward_hook(lambda _module, _args, output: (3 * output[0], *output[1:]))
+
+    folder, tap = checkpoints / "llama-tiny", "model.layers.1.attn_residual"
+    made = dump(folder, plant=triple, taps=True)
+    value = made.taps[tap]
+    divided = value / value.square().mean(dim=-1, keepdim=True).add(1e-6).sqrt()
+    made.tensors = [item for item in made.tensors if not same(item.tensor.flatten(), value.flatten())]
+    made.tensors.append(NamedTensor("divided", divided))
+    assert tap not in finder_of_dump(folder, made).chosen
+
+
 def other_theta(model):
     """Change the frequencies of rotary in all layers."""
     for name, frequencies in model.model.rotary_emb.named_buffers():

@@ -1,11 +1,15 @@
 """Engines that put requests side by side, each padded to the longest: on the right, or on the left."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import harness
 from harness.engines.by_content import StepEngine
+from harness.engines.by_content.steps import SiteWatcher, module_paths
 
 PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)], [7, 8]]
 
@@ -46,6 +50,13 @@ class Padded:
         return self.mask
 
 
+class Hidden(Padded):
+    """One whose token ids are not shown, as those of an engine that is not torch's."""
+
+    def watching(self, see, only):
+        return SiteWatcher(module_paths(self), see, only=only)
+
+
 class AttendsToPadding(Padded):
     """What a mask that is left out does."""
 
@@ -64,6 +75,13 @@ def test_a_padded_batch_passes(checkpoints, side):
     assert run.findings == ()
     assert run.coverage.missing == 0
     assert run.tokens.equal == run.tokens.compared == 12
+
+
+def test_rows_side_by_side_are_told_without_token_ids(checkpoints):
+    report = check(Hidden, "right", checkpoints / "qwen2-tiny", "batched")
+    assert report.is_ok
+    assert sum(report.seen.num_taps.values()) == 48
+    assert json.loads(json.dumps(asdict(report.seen)))["num_taps"] == report.seen.num_taps  # from an engine's process
 
 
 def test_attention_to_padding_is_found(checkpoints):
