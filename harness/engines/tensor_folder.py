@@ -241,7 +241,9 @@ class FolderEngine:
         finer = [tap for tap in chosen if self._is_finer(self._finder.rows(tap))]
         if finer:
             name = str(self._dtype).removeprefix("torch.")
-            yield f"{len(finer)} of the tensors have more digits than {name}: --dtype float32 judges them as such"
+            is_coarser = self._dtype is not torch.float32
+            advice = "--dtype float32 judges them as such" if is_coarser else "they are held to the bounds of float32"
+            yield f"{len(finer)} of the tensors have more digits than {name}: {advice}"
         for name in self._other_logits():
             yield f"not judged: {name} is as wide as the vocabulary, too, and holds other values than the judged logits"
         if files.left_out:

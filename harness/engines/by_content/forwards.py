@@ -194,6 +194,10 @@ class RowTeller:
         self._recomputes = recomputes
         self._habits = {lookup: Habits() for lookup in self.lookups}
         self._layouts: dict[Site, set[SiteLayout]] = {}
+        self._widths: dict[Site, int] = {}
+        """Elements of a row, of sites that have nothing but the rows of each forward; 0 for others."""
+        self._of_one_row: set[Site] = set()
+        """Sites that were seen only in forwards of one row, whose dimensions tell little."""
         self.has_reordered = False
         """Whether there are tensors whose rows lie in another order than the ids that are looked up."""
         self._is_by_work = True
@@ -244,11 +248,26 @@ class RowTeller:
                 learn_habits(ids, work, habits)
 
     def learn_layouts(self, forwards: Sequence[StepForward], work: Sequence[RequestWork]) -> None:
-        """Keep the layouts that each site has in all steps."""
+        """Keep the layouts that each site has in all steps.
+
+        An engine may lay out a row that is alone in another way: the heads of one key as if they were tokens. Its size
+        shows that nothing but the row is there.
+        """
         for forward, rows in self._with_rows(forwards, work):
+            num_rows = len(rows.flat)
             for site, tensor in forward.tensors.items():
                 layouts = {*rows.layouts(tensor.shape, is_assumed=not self.lookups)}
-                self._layouts[site] = self._layouts.get(site, layouts) & layouts
+                width = self._widths.setdefault(site, tensor.numel() // max(1, num_rows))
+                has_rows_alone = tensor.numel() == num_rows * width
+                if site not in self._layouts:
+                    self._layouts[site] = layouts
+                    self._of_one_row |= {site} if num_rows == 1 else set()
+                elif num_rows > 1 and has_rows_alone and site in self._of_one_row:
+                    self._layouts[site] = layouts
+                elif num_rows > 1 or not has_rows_alone:
+                    self._layouts[site] &= layouts
+                self._of_one_row -= {site} if num_rows > 1 else set()
+                self._widths[site] *= has_rows_alone
 
     def forget_reordered(
         self, forwards: Sequence[StepForward], work: Sequence[RequestWork], alone: Mapping[int, Mapping[Site, SiteRows]]
@@ -302,7 +321,8 @@ class RowTeller:
         for forward, rows in self._with_rows(forwards, work, told):
             for site, tensor in forward.tensors.items():
                 layout = min(self._layouts.get(site, ()), default=None)
-                values = None if layout is None else _rows_first(tensor, layout)
+                is_one = len(rows.flat) == 1 and tensor.numel() == self._widths.get(site)
+                values = tensor.reshape(1, -1) if is_one else None if layout is None else _rows_first(tensor, layout)
                 if layout is None or values is None:
                     continue
                 places = rows.of(layout, len(values), is_by_work=self._is_by_work)

@@ -257,7 +257,8 @@ def test_one_tensor_is_one_tap(checkpoints, tmp_path):
 
 def test_what_a_norm_divides_by_its_size_is_not_what_it_reads(checkpoints):
     def triple(model):
-        model.model.layers[1].self_attn.register_forward_hook(lambda _module, _args, output: (3 * output[0], *output[1:]))
+        attention = model.model.layers[1].self_attn
+        attention.register_forward_hook(lambda _module, _args, output: (3 * output[0], *output[1:]))
 
     folder, tap = checkpoints / "llama-tiny", "model.layers.1.attn_residual"
     made = dump(folder, plant=triple, taps=True)

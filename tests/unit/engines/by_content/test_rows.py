@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.engines.by_content.forwards import RowTeller, StepForward
 from harness.engines.by_content.rows import (
     EARLIER,
     ORDERS,
@@ -17,6 +18,7 @@ from harness.engines.by_content.rows import (
     learn_habits,
     tell_rows,
 )
+from harness.engines.by_content.steps import Site
 
 IN_ORDER = [("work", False)]
 PAD = 0
@@ -147,3 +149,25 @@ def test_a_step_of_unlike_tokens_shows_lines_that_hold_a_token_of_each_request()
     assert habits.is_turned
     work = [RequestWork([5, 5, 9], 0), RequestWork([5, 5], 0)]
     assert rows_of([ids([5, 5], [5, 5], [9, PAD])], work, habits) == ([[[0, 3], [1, 4], [2, PADDING]]], frozenset())
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_row_that_is_alone_may_lie_in_another_way(is_reversed):
+    """Of four heads that share two keys, as HF computes attention of one token."""
+    queries, keys = Site("attention", 0, "result"), Site("attention", 0, "keys")
+    rows, nothing = torch.randn(6, 64), torch.zeros(2, 8, 16)
+    steps = [
+        (RequestWork(range(6), 0), rows.view(1, 6, 4, 16).transpose(1, 2), nothing[:, :6]),
+        (RequestWork(range(7), 6), rows[:1].view(1, 2, 2, 16), nothing[:, :7]),
+    ]
+    steps = [
+        ([StepForward(None, torch.empty(0, 0), {queries: query, keys: kept})], [work], len(query.flatten()) // 64)
+        for work, query, kept in steps
+    ]
+    teller = RowTeller(())
+    for forwards, work, _ in reversed(steps) if is_reversed else steps:
+        teller.learn_layouts(forwards, work)
+    for forwards, work, num_rows in steps:
+        told = teller.in_order(forwards, work)
+        assert torch.equal(told[queries].values, rows[:num_rows])
+        assert told[keys].values.shape == (num_rows, 32)
