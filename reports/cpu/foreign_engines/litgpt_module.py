@@ -11,13 +11,13 @@ DTYPES = ("float32", "bfloat16")
 
 
 def load(folder, dtype):
-    given = json.loads((folder / "config.json").read_text())
+    hf = json.loads((folder / "config.json").read_text())
     config = Config(
-        block_size=128, n_layer=given["num_hidden_layers"], n_embd=given["hidden_size"], rotary_percentage=1.0,
-        n_head=given["num_attention_heads"], n_query_groups=given["num_key_value_heads"], bias=False,
-        parallel_residual=False, norm_class_name="RMSNorm", norm_eps=given["rms_norm_eps"], mlp_class_name="LLaMAMLP",
-        intermediate_size=given["intermediate_size"], rope_base=given["rope_parameters"]["rope_theta"],
-        padded_vocab_size=given["vocab_size"], vocab_size=given["vocab_size"],
+        block_size=128, n_layer=hf["num_hidden_layers"], n_embd=hf["hidden_size"], rotary_percentage=1.0,
+        n_head=hf["num_attention_heads"], n_query_groups=hf["num_key_value_heads"], bias=False,
+        parallel_residual=False, norm_class_name="RMSNorm", norm_eps=hf["rms_norm_eps"], mlp_class_name="LLaMAMLP",
+        intermediate_size=hf["intermediate_size"], rope_base=hf["rope_parameters"]["rope_theta"],
+        padded_vocab_size=hf["vocab_size"], vocab_size=hf["vocab_size"],
     )  # fmt: skip
     state = {}
     copy_weights_hf_llama(config, {}, state, load_file(folder / "model.safetensors"))

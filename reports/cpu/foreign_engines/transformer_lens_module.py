@@ -11,13 +11,13 @@ LACKS = ("cache",)
 
 def load(folder, dtype, **changes):
     llama = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    given = llama.config
+    hf = llama.config
     config = HookedTransformerConfig(**{
-        "n_layers": given.num_hidden_layers, "d_model": given.hidden_size, "d_head": given.head_dim, "n_ctx": 256,
-        "n_heads": given.num_attention_heads, "n_key_value_heads": given.num_key_value_heads, "act_fn": "silu",
-        "d_mlp": given.intermediate_size, "d_vocab": given.vocab_size, "eps": given.rms_norm_eps, "gated_mlp": True,
-        "normalization_type": "RMS", "positional_embedding_type": "rotary", "rotary_dim": given.head_dim,
-        "rotary_base": given.rope_parameters["rope_theta"], "rotary_adjacent_pairs": False, "final_rms": True,
+        "n_layers": hf.num_hidden_layers, "d_model": hf.hidden_size, "d_head": hf.head_dim, "n_ctx": 256,
+        "n_heads": hf.num_attention_heads, "n_key_value_heads": hf.num_key_value_heads, "act_fn": "silu",
+        "d_mlp": hf.intermediate_size, "d_vocab": hf.vocab_size, "eps": hf.rms_norm_eps, "gated_mlp": True,
+        "normalization_type": "RMS", "positional_embedding_type": "rotary", "rotary_dim": hf.head_dim,
+        "rotary_base": hf.rope_parameters["rope_theta"], "rotary_adjacent_pairs": False, "final_rms": True,
         "dtype": getattr(torch, dtype), "device": "cpu", "default_prepend_bos": False, **changes,
     })  # fmt: skip
     model = HookedTransformer(config).eval()
