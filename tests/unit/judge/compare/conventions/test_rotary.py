@@ -33,7 +33,8 @@ def model_of(frequencies, *, theta=THETA, size=SIZE, scaling=1.0):
     module.register_buffer("inv_freq", frequencies)
     module.attention_scaling = scaling
     parameters = None if theta is None else {"rope_theta": theta}
-    return SimpleNamespace(model=module, head_dim=size, config=SimpleNamespace(rope_parameters=parameters))
+    config = SimpleNamespace(rope_parameters=parameters)
+    return SimpleNamespace(model=module, head_dim_of=lambda _layer: size, config_of=lambda _layer: config)
 
 
 X = draw(len(POSITIONS), HEADS * SIZE)
@@ -135,7 +136,9 @@ def test_one_pair_turns_by_the_position():
 
 def test_what_the_angles_are_made_of():
     """Frequencies that are the plain ones to four roundings are the plain ones."""
-    subject = SimpleNamespace(hf=model_of(None), positions=torch.tensor(POSITIONS))
+    subject = SimpleNamespace(
+        hf=model_of(None), operation=Operation(tap="q_rope", kind=Kind.ROTARY), positions=torch.tensor(POSITIONS)
+    )
     nearly = frequencies_of(stretch=(1 + 3 * EPS, 1 - 3 * EPS, 1 + 8 * EPS, 0.5))
     angles = rotary._angles(subject, SimpleNamespace(frequencies=nearly))
     assert angles.exponents.tolist() == [0, 0.25, 0.5, 0.75]
@@ -149,7 +152,11 @@ def test_what_the_angles_are_made_of():
 
 @pytest.mark.parametrize(("pairs", "theta"), [(4, 500.0), (2, 500.0), (1, 1.0)])
 def test_a_missing_theta_is_derived_from_the_frequencies(pairs, theta):
-    subject = SimpleNamespace(hf=model_of(None, theta=None), positions=torch.tensor(POSITIONS))
+    subject = SimpleNamespace(
+        hf=model_of(None, theta=None),
+        operation=Operation(tap="q_rope", kind=Kind.ROTARY),
+        positions=torch.tensor(POSITIONS),
+    )
     angles = rotary._angles(subject, SimpleNamespace(frequencies=frequencies_of(500.0, pairs=pairs)))
     assert angles.theta == pytest.approx(theta, rel=1e-6)
     torch.testing.assert_close(angles.stretch, torch.ones(pairs, dtype=torch.float64), rtol=1e-6, atol=0)

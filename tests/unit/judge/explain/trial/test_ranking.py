@@ -1,6 +1,5 @@
 """Which of the causes is said: the likeliest, those that fit as well, or none."""
 
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ class Wrong:
     """Rows that should be EXPECTED and are `actual`."""
 
     operation = Operation(tap="model.layers.0.self_attn.q_proj", kind=Kind.LINEAR)
-    hf = SimpleNamespace(head_dim=8)
+    head_dim = 8
     positions = torch.zeros(ROWS, dtype=torch.int64)
     unrecorded = ()
 
