@@ -39,22 +39,25 @@ def _note(event: str, arguments: tuple[object, ...]) -> None:
             names.add(str(Path(os.fsdecode(path)).absolute()))  # type: ignore[arg-type]
 
 
-def add_files(files: Mapping[str, str]) -> None:
-    """Add what another process has read for this one."""
-    _of_others.update(files)
+def add_files(files: Mapping[str, str] | None, reader: str) -> None:
+    """Add what another process has read for this one; None: it ended and did not say, which no other run gives."""
+    _of_others.update({reader: uuid.uuid4().hex} if files is None else files)
 
 
 def files_read() -> dict[str, str]:
     """Return the sha256 of each file that was read, by its path, but of those in the folder `$LEFT_OUT`.
 
-    A file that was written again since this process began has a digest that no other run gives.
+    A file that was written again since this process began has a digest that no other run gives. What other processes
+    have read is returned once.
     """
     named = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     skipped = ("/proc/", "/sys/", "/dev/", os.path.join(os.environ.get(LEFT_OUT, os.devnull), ""))  # noqa: PTH118
     data = {file for file in _opened - _written if not file.endswith(".pyc") and not file.startswith(skipped)}
     files = sorted(data | {str(Path(file).absolute()) for file in named if isinstance(file, str)})
     digests = {file: _digest_as_read(file) for file in files if not _is_versioned(file)}
-    return {file: digest for file, digest in digests.items() if digest is not None} | _of_others
+    digests |= _of_others
+    _of_others.clear()
+    return {file: digest for file, digest in digests.items() if digest is not None}
 
 
 def file_digest(file: str) -> str | None:

@@ -139,11 +139,12 @@ class EngineProcess:
             self.kill()
             raise self._ended(doing) from error
         except BaseException:
+            add_files(None, self._engine)
             self.kill()
             raise
+        add_files(answer.pop("files_read", {}), self._engine)
         if "error" in answer:
             raise HarnessError(Code(answer["error"].pop("code")), answer["error"].pop("what"), **answer["error"])
-        add_files(answer.pop("files_read", {}))
         return answer
 
     def close(self) -> None:

@@ -70,10 +70,9 @@ class _Worker:
         except HarnessError as error:
             if os.environ.get("HARNESS_TRACEBACK"):
                 traceback.print_exc()
-            return {"error": _as_json(error)}
+            return {"error": _as_json(error), **_files_read()}
         assert self._engine is not None
-        read = {"files_read": files_read()} if LEFT_OUT in os.environ else {}
-        return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities), **result, **read}
+        return {"name": self._engine.name, "capabilities": asdict(self._engine.capabilities), **result, **_files_read()}
 
     def _do(self, job: Mapping[str, Any]) -> dict[str, Any]:
         if "open" in job:
@@ -102,6 +101,10 @@ class _Worker:
 
         assert self._engine is not None
         record(self._engine, RunDescription.from_json(description))
+
+
+def _files_read() -> dict[str, Any]:
+    return {"files_read": files_read()} if LEFT_OUT in os.environ else {}
 
 
 def _as_json(error: HarnessError) -> dict[str, Any]:

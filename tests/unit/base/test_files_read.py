@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+from harness.base.files_read import add_files, files_read
+
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
@@ -57,3 +59,12 @@ def test_modules_and_data_from_outside_of_wheels(tmp_path):
     time.sleep(0.1)
     second = read_in_a_process(folder)
     assert {name for name in ours if first[name] != second[name]} == {"other.py"}, "it changes while it is in use"
+
+
+def test_a_process_that_ended_without_a_word_is_as_if_all_had_changed():
+    told = []
+    for _ in range(2):
+        add_files(None, "engine")
+        told.append(files_read()["engine"])
+    assert told[0] != told[1]
+    assert "engine" not in files_read(), "it is told once"

@@ -165,7 +165,7 @@ class _Ways:
                 yield at, read.request
 
     def _alike(self, at: int) -> ReadState | None:
-        """Return where the same was read back of another request, which is not one that this one gave up."""
+        """Return where the same was read back of another request, or should have been; not of one that this gave up."""
         actual, read = self._failure.actual[at : at + 1], self.reads[at]
         for source, value in states_read(self._failure.recording, self._failure.operation.tap):
             is_own = read.request in (source.request, self._requests[source.request].draft_of)

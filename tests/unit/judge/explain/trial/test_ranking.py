@@ -1,6 +1,5 @@
 """Which of the causes is said: the likeliest, those that fit as well, or none."""
 
-
 import pytest
 import torch
 
