@@ -15,7 +15,7 @@ from harness.base.files import exists
 from harness.errors import Code, HarnessError, printable
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.against_config import against_config
-from harness.formats.checkpoint.checkpoint import INDEX_NAME, WEIGHTS_NAME
+from harness.formats.checkpoint.checkpoint import INDEX_NAME, WEIGHTS_NAME, read_table
 from harness.formats.checkpoint.locate import at_hand, reader_of
 from harness.formats.recording.format import MANIFEST_NAME
 from harness.formats.safetensors_header import Header, TensorEntry, read_header
@@ -28,6 +28,8 @@ _SUMMARY = (
     "head_dim", "intermediate_size", "vocab_size", "max_position_embeddings", "rope_parameters", "rope_scaling",
     "rope_theta", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config",
 )  # fmt: skip
+
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -76,7 +78,10 @@ def _inspect_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     config, tensors = checkpoint.config, checkpoint.tensors
     info = file_tables("checkpoint", checkpoint.folder, checkpoint.headers)
     info["config"] = {key: config[key] for key in _SUMMARY if key in config}
-    info |= {"generation_config": generation} if (generation := checkpoint.sampling_defaults) else {}
+    path = checkpoint.folder / "generation_config.json"
+    generation = read_table(path)[0] if path.is_file() else {}
+    if sampling := {key: generation[key] for key in _SAMPLING if generation.get(key) is not None}:
+        info["generation_config"] = sampling
     against = against_config(checkpoint.folder, config, {name: entry for name, (entry, _) in tensors.items()})
     return info | {"against_config": against}
 

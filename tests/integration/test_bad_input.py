@@ -263,7 +263,8 @@ OPTIONS = {
     "chunk size": (["--schedule", "chunked:0"], Code.BAD_OPTION, "chunked:N", "chunked:0"),
     "chunk size of 5000 digits": (["--schedule", "chunked:" + "9" * 5000], Code.BAD_OPTION, "999999999", "chunked:99"),
     "schedule the engine cannot follow": (
-        ["--engine", "hf", "--schedule", "mixed"], Code.ENGINE_CANNOT_SERVE, "plain, chunked, batched", "mixed"
+        ["--engine", "hf", "--schedule", "mixed", "--token-ids", "1,4"], Code.ENGINE_CANNOT_SERVE,
+        "plain, chunked, batched", "mixed",
     ),
     "engine option": (["--engine-option", "blocksize=4"], Code.BAD_OPTION, "block_size", "blocksize=4"),
     "engine option without a value": (["--engine-option", "block_size"], Code.BAD_OPTION, "NAME=VALUE", "block_size"),
@@ -450,8 +451,8 @@ def test_an_unknown_trigger(refused, golden, recording):
 
 
 def test_a_golden_together_with_what_it_says(refused, golden, tmp_path):
-    arguments = ["record", "--golden", golden, "--dtype", "float16", "--out", tmp_path / "out"]
-    assert "--dtype" in refused(Code.BAD_OPTION, *arguments)
+    arguments = ["record", "--golden", golden, "--max-new-tokens", "4", "--out", tmp_path / "out"]
+    assert "--max-new-tokens" in refused(Code.BAD_OPTION, *arguments)
 
 
 def test_two_schedules_for_one_recording(refused, golden, tmp_path):

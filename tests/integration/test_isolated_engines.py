@@ -67,7 +67,8 @@ SAYS_WHAT_IT_CAN_SERVE = ("os.write", "sys.stdin")
 @pytest.mark.parametrize("does", ENDS)
 def test_whatever_an_engine_does_is_an_error_that_names_it(harness, install, llama, does):
     name = install(OPEN.format(does=does))
-    ran = harness("check", "--model", llama, "--token-ids", "1,2", "--engine", name, "--schedule", "batched")
+    prompts = ("--token-ids", "1,2", "--token-ids", "1,4")
+    ran = harness("check", "--model", llama, *prompts, "--engine", name, "--schedule", "batched")
     assert ran.status == 2
     code = Code.ENGINE_CANNOT_SERVE if does.startswith(SAYS_WHAT_IT_CAN_SERVE) else Code.ENGINE_FAILED
     assert ran.err.startswith(f"{code}: "), ran.err

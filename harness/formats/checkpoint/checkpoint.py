@@ -163,8 +163,6 @@ def reading_shard(path: Path) -> Iterator[None]:
 
 
 CONFIG_NAME = "config.json"
-GENERATION_NAME = "generation_config.json"
-_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @lru_cache(maxsize=16)
@@ -213,17 +211,6 @@ class Checkpoint:
     def dtype(self) -> str:
         """The dtype that the config names; float32 where it names none."""
         return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        """What generation_config.json says of sampling; empty without the file.
-
-        Raises:
-            HarnessError: BAD_CONFIG.
-        """
-        path = self.folder / GENERATION_NAME
-        table = read_table(path)[0] if path.is_file() else {}
-        return {name: table[name] for name in _SAMPLING if table.get(name) is not None}
 
     @property
     def hidden_size(self) -> int:
