@@ -11,6 +11,7 @@ from harness.extensions.server.completion import (
     COMPLETIONS,
     Completion,
     Dialect,
+    choices_of,
     only_choice,
     read_answer,
     unreadable,
@@ -284,15 +285,13 @@ class _Prober:
         """Find out whether the server gives several answers to one prompt."""
         try:
             body = self.probed.dialect.body(self.prompt, _TOKENS, self.names) | {"n": NUM_SEVERAL}
-            answer = await self.client.post(COMPLETIONS, body)
-        except HarnessError as error:
-            self.probed.note(SEVERAL, False, refusal(error))
-            return
-        only_choice(answer, where=COMPLETIONS)
-        if len(answer["choices"]) == NUM_SEVERAL:
+            choices_of(await self.client.post(COMPLETIONS, body), NUM_SEVERAL)
             self.probed.note(SEVERAL, True)
-        else:
-            self.probed.ignores(SEVERAL, f"{len(answer['choices'])} given")
+        except HarnessError as error:
+            if error.code is Code.ENDPOINT_TOKENS:
+                self.probed.ignores(SEVERAL, error.what)
+            else:
+                self.probed.note(SEVERAL, False, refusal(error))
 
     async def tokenizer(self) -> None:
         """Compare the server's tokenizer with the checkpoint's, where the server shows it."""
