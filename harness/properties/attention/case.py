@@ -168,6 +168,7 @@ SCORE_LEVELS = (1.0, 0.0, 0.01, 8.0, 300.0, 10000.0)
 MOST_ROUNDED_SCORE = 8.0
 """The largest score if scores are rounded to the dtype: larger ones leave nothing of the softmax."""
 
+LONGEST_CONTEXT = 90
 TILE = 16
 """Keys of the smallest tile that kernels compute in: some contexts fill their last tile, where few would by chance."""
 
@@ -282,7 +283,7 @@ def _lengths(draw: DrawFn, focus: str) -> tuple[int, int]:
         return 1, 0
     # Mostly short: a mistake at a block boundary shows at the first one.
     # The ranges are nested, so that a long context can be made shorter step by step.
-    longest_context = draw(st.sampled_from((24, 90)))
+    longest_context = draw(st.sampled_from((24, LONGEST_CONTEXT)))
     context_len = draw(st.integers(3 if focus == "chunk" else 1, longest_context))
     if draw(st.sampled_from((False, False, False, True))):
         context_len = -(-context_len // TILE) * TILE

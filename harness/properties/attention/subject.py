@@ -8,7 +8,14 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
 from harness.properties.attention.adapter import KEYWORDS, OPTIONAL
-from harness.properties.attention.case import FOCUSES, MOST_ROUNDED_SCORE, AttentionCase, Served, Tensors
+from harness.properties.attention.case import (
+    FOCUSES,
+    LONGEST_CONTEXT,
+    MOST_ROUNDED_SCORE,
+    AttentionCase,
+    Served,
+    Tensors,
+)
 from harness.properties.core.falsify import Target, calling
 from harness.properties.core.findings import Counterexample
 
@@ -179,4 +186,10 @@ def not_checked(named: Any) -> list[str]:
         lines.append("that a request has the same bits alone and in a batch: it does not declare is_batch_invariant")
     if target.rounds_scores:
         lines.append(f"scores beyond {MOST_ROUNDED_SCORE:g}: it declares rounds_scores")
+    heads, blocks = (
+        ", ".join(map(str, sorted(sizes))) for sizes in (target.served.head_dims, target.served.block_sizes)
+    )
+    lines.append(
+        f"other sizes: heads of {heads}, blocks of {blocks}, 5 requests and {LONGEST_CONTEXT} tokens are drawn"
+    )
     return [f"attention: {line}" for line in lines]
