@@ -54,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         build_checkpoint(shape, Path(temporary), dtype=options.dtype, seed=0, device="cpu")
         config = BenchConfig(
-            folder=Path(temporary), scratch=Path(temporary), hidden_size=shape.hidden_size, dtype=options.dtype,
+            folder=Path(temporary), scratch=Path(temporary), dtype=options.dtype,
             device="cpu", num_threads=1, max_request_len=request_len, max_total_len=request_len * options.batch_size,
             max_requests=options.batch_size, engine_options={},
         )  # fmt: skip

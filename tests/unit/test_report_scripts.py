@@ -1,6 +1,9 @@
 """The scripts behind the reports use names that are there: no other test runs them, and mypy leaves them out."""
 
 import ast
+import os
+import subprocess
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +17,15 @@ SCRIPTS = [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 OURS = ("harness", "reference_engine", "tests")
+
+
+RUNS = {
+    "engine_cpu_time": ["--shape", "tiny", "--peer", "hf-generate", "--repeats", "1"],
+    "scheduler_step": ["--num-seqs", "8", "--num-steps", "20"],
+    "trace_speed": ["--megabytes", "2", "--repeats", "1", "--out", "OUT"],
+    "module_walk": [],
+}
+"""Scripts of tests/benchmarks that pages name, with options under which they take seconds."""
 
 
 def imported(path):
@@ -64,3 +76,16 @@ def test_what_a_script_takes_is_there(path):
 def test_a_name_that_is_gone_is_seen():
     assert not is_there("harness.extensions.server.sampler.requests", "ask_sampler")
     assert is_there("harness.extensions.server.audit", "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", RUNS)
+def test_a_script_that_a_page_names_runs(script, tmp_path):
+    options = [str(tmp_path / "out.md") if option == "OUT" else option for option in RUNS[script]]
+    path = ROOT / "tests" / "benchmarks" / f"{script}.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, path, *options], capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + (tmp_path / "out.md").read_text() if "OUT" in RUNS[script] else done.stdout).strip()
