@@ -56,11 +56,11 @@ def test_the_first_tap_above_the_level_is_named(harness, recording, coarse, chan
     assert measured(harness, recording, coarse, "--taps", "lm_head")[1].keys() == {"lm_head"}
 
 
-def with_tokens(folder, target, at):
-    """Copy a recording with another token of the first request."""
+def with_tokens(folder, target, at, *, request=0):
+    """Copy a recording with another token of a request."""
     shutil.copytree(folder, target)
     manifest = json.loads((target / "manifest.json").read_text())
-    tokens = manifest["requests"][0]["token_ids"]
+    tokens = manifest["requests"][request]["token_ids"]
     tokens[at] += 1
     (target / "manifest.json").write_text(json.dumps(manifest))
     return target
@@ -71,8 +71,9 @@ def test_rows_behind_the_first_other_token_are_left_out(harness, recording, coar
     document, parted = measured(harness, recording, with_tokens(coarse, tmp_path / "later", -1))
     assert parted["model.norm"]["num_rows"] < whole["model.norm"]["num_rows"]
     assert any("the tokens differ from position" in note for note in document["notes"])
-    ran = harness("diff", recording, with_tokens(coarse, tmp_path / "prompt", 0))
-    assert (ran.status, ran.err.partition(":")[0]) == (2, "H027")
+    for folder in (coarse, tmp_path / "later"):  # of another request than the one that parts behind its prompt
+        ran = harness("diff", recording, with_tokens(folder, tmp_path / f"{folder.name}-prompt", 0, request=1))
+        assert (ran.status, ran.err.partition(":")[0]) == (2, "H027")
 
 
 def test_a_golden_of_another_dtype_and_a_model_judge_and_do_not_measure(harness, golden, recording, coarse, llama):

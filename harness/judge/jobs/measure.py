@@ -1,6 +1,7 @@
 """Measure how far two recordings in two precisions are apart: no bound holds between them, so nothing is judged."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -81,13 +82,14 @@ class _CommonRows(Locator):
     def __init__(self, expected: Recording, actual: Recording) -> None:
         theirs = {request.id: request for request in expected.manifest.requests}
         self._lengths: dict[int, int] = {}
-        for request in actual.manifest.requests:
-            tokens = theirs[request.id].token_ids if request.id in theirs else request.token_ids
-            pairs = enumerate(zip(tokens, request.token_ids, strict=False))
-            at = next((at for at, (one, two) in pairs if one != two), min(len(tokens), len(request.token_ids)))
-            if max(len(tokens), len(request.token_ids)) > at >= request.prompt_length:
+        for request in (request for request in actual.manifest.requests if request.id in theirs):
+            pairs = enumerate(zip_longest(theirs[request.id].token_ids, request.token_ids))
+            if (at := next((at for at, (one, two) in pairs if one != two), None)) is not None:
                 self._lengths[request.id] = at
-        super().__init__(expected, {} if self._lengths else match_requests(expected, actual))
+        prompts = {request.id: request.prompt_length for request in actual.manifest.requests}
+        is_behind = all(at >= prompts[id] and theirs[id].inputs is None for id, at in self._lengths.items())
+        aliases = {} if self._lengths and is_behind else match_requests(expected, actual)
+        super().__init__(expected, aliases)
         self.notes = [f"request {id}: the tokens differ from position {at} on" for id, at in self._lengths.items()]
 
     def find(self, tap: str, rows: Rows) -> torch.Tensor:
