@@ -223,10 +223,6 @@ def test_an_empty_prompt_in_a_case(refused, llama, tmp_path, request_line):
     assert "where:    request 0" in refused(Code.EMPTY_PROMPT, "check", "--case", case)
 
 
-def test_a_model_without_a_prompt(refused, llama):
-    assert "--token-ids" in refused(Code.EMPTY_PROMPT, "check", "--model", llama)
-
-
 def test_a_prompt_longer_than_the_model_allows(refused, llama):
     ids = ",".join(["4"] * 500)
     message = refused(Code.PROMPT_TOO_LONG, "check", "--model", llama, "--token-ids", ids, "--max-new-tokens", "13")
