@@ -14,6 +14,7 @@ from itertools import groupby, product, zip_longest
 
 import torch
 
+from harness.base.metrics import rounding_unit
 from harness.engines.by_content.columns import Columns, Fit, Table, TableIndex, relative_error
 from harness.engines.by_content.hf_run import run_hf
 from harness.formats.taps import Kind, Operation
@@ -94,8 +95,8 @@ class Relations:
         self._rows = [table.rows[:_NUM_ROWS].float() for table in tables]
         first = [Table(table.name, rows) for table, rows in zip(tables, self._rows, strict=True)]
         self._index = TableIndex(first, rounding=rounding)
-        halves = [table.rows.dtype for table in tables if table.rows.dtype.itemsize == 2]
-        self._dtype = halves[0] if halves else torch.float32  # a value that is rounded to it later is the same
+        halves = (dtype for dtype in (torch.float16, torch.bfloat16) if rounding_unit(dtype) <= 1.5 * rounding)
+        self._dtype = [torch.float32, *halves][-1]  # a value that is rounded to it later is the same
         self._contents: dict[bytes, int] = {}
         self._num_weights = sum(weight.numel() for weight in hf.model.parameters())
         self._num_multiply_adds = 0

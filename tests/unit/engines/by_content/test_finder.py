@@ -269,6 +269,23 @@ def test_what_a_norm_divides_by_its_size_is_not_what_it_reads(checkpoints):
     assert tap not in finder_of_dump(folder, made).chosen
 
 
+def test_a_value_before_it_is_rounded_is_the_same_tensor(checkpoints):
+    """numpy has no bfloat16, so that a dump holds float32."""
+
+    def plant(model):
+        for layer in model.model.layers:
+            layer.self_attn.scaling *= 1.25
+
+    folder = checkpoints / "llama-tiny"
+    made = dump(folder, dtype=torch.bfloat16, plant=plant, taps=True)
+    made.tensors = [NamedTensor(item.name, item.tensor.float()) for item in made.tensors]
+    attention = {tap: value.float() for tap, value in made.taps.items() if tap.endswith(".attention")}
+    made.tensors += [NamedTensor(f"before.{tap}", value * 1.0001) for tap, value in attention.items()]
+    finder = finder_of(made.tensors, load_model(folder, dtype=torch.float32, stays=True), IDS, 1.67e-3)
+    finder.find()
+    assert attention.keys() <= finder.chosen.keys()
+
+
 def other_theta(model):
     """Change the frequencies of rotary in all layers."""
     for name, frequencies in model.model.rotary_emb.named_buffers():
