@@ -32,7 +32,7 @@ import harness
 from harness.engines.by_content import StepEngine
 from harness.engines.tensor_folder import FolderEngine
 from harness.formats.checkpoint import Checkpoint
-from harness.formats.recording import RecordingWriter
+from tests.benchmarks.engines_by_content import Rows
 from tests.families.lively import make_lively
 from tests.families.quiet import quiet
 
@@ -56,26 +56,14 @@ def checkpoint(folder: Path, settings: dict[str, Any], dtype: str) -> Path:
 
 
 class Watch:
-    """Keeps the rows that are recorded, and the seconds in which taps are found."""
+    """Keeps the rows that engines record, and the seconds in which taps are found."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[str, int], torch.Tensor] = {}
+        self.rows: dict[tuple[str, int, int], torch.Tensor] = {}
         self.seconds = 0.0
 
     @contextmanager
     def watching(self) -> Any:
-        begin_step, tap = RecordingWriter.begin_step, RecordingWriter.tap
-        at: dict[str, Any] = {}
-
-        def begun(writer: Any, **rows: Any) -> None:
-            at.update(positions=[*rows["position"]], partial=rows.get("partial_rows") or {})
-            begin_step(writer, **rows)
-
-        def tapped(writer: Any, name: str, value: Any) -> None:
-            rows = at["partial"].get(name, range(len(at["positions"])))
-            self.rows.update({(name, at["positions"][row]): x.flatten() for row, x in zip(rows, value, strict=True)})
-            tap(writer, name, value)
-
         def timed(match: Any) -> Any:
             def matched(engine: Any, graph: Any) -> None:
                 begin = time.process_time()
@@ -84,13 +72,13 @@ class Watch:
 
             return matched
 
-        patches = [patch.object(RecordingWriter, "begin_step", begun), patch.object(RecordingWriter, "tap", tapped)]
-        patches += [
-            patch.object(engine, "match_taps", timed(engine.match_taps)) for engine in (StepEngine, FolderEngine)
-        ]
-        for item in patches:
-            item.start()
+        def kept(run: Any) -> Any:
+            return lambda engine, workload, writer: run(engine, workload, Rows(writer, self.rows))
+
         try:
+            for engine in (StepEngine, FolderEngine):
+                patch.object(engine, "match_taps", timed(engine.match_taps)).start()
+                patch.object(engine, "run", kept(engine.run)).start()
             yield
         finally:
             patch.stopall()
@@ -99,7 +87,7 @@ class Watch:
         """Return taps of which a row of the prompt is another value than in an engine with the fault."""
         return sorted({
             tap
-            for (tap, position), row in self.rows.items()
+            for (tap, _, position), row in self.rows.items()
             if tap in truth
             and position < len(PROMPT)
             and float((row.double() - truth[tap][position]).norm()) > limit * float(truth[tap][position].norm())
@@ -130,7 +118,7 @@ def line(name: str, dtype: str, fault: str, text: bool) -> str:
             print(report.text())
         num_prompt = 1 if getattr(engine, "ONE_TOKEN_A_STEP", False) else len(PROMPT)
         truth = taps_of(folder, PROMPT, num_prompt, fault)
-        read, false = {tap for tap, _ in watch.rows} & truth.keys(), watch.false(truth, FALSE[dtype])
+        read, false = {tap for tap, *_ in watch.rows} & truth.keys(), watch.false(truth, FALSE[dtype])
         parts = [name, dtype, fault or "none", f"{len(read)} of {len(truth)}", ", ".join(false) or "0"]
         parts += [*verdict(report, fault, num_prompt), f"{seconds:.1f}", f"{watch.seconds / seconds:.0%}"]
         return f"| {' | '.join(parts)} |"

@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness.engines.by_content.columns import Columns, Table
 from harness.engines.by_content.finder import TapNames, elsewhere
 from harness.engines.by_content.hf_run import run_hf
+from harness.engines.by_content.relations import Relations
 from harness.engines.by_content.tap_map import TapEvidence
 from harness.engines.tensor_folder import finder_of
 from harness.formats.taps import Graph, Kind, Operation
@@ -269,21 +271,15 @@ def test_what_a_norm_divides_by_its_size_is_not_what_it_reads(checkpoints):
     assert tap not in finder_of_dump(folder, made).chosen
 
 
-def test_a_value_before_it_is_rounded_is_the_same_tensor(checkpoints):
+@pytest.mark.parametrize(("rounding", "num_contents"), [(2.5e-8, 2), (1.67e-3, 1)])
+def test_a_value_before_it_is_rounded_is_the_same_content(checkpoints, rounding, num_contents):
     """numpy has no bfloat16, so that a dump holds float32."""
-
-    def plant(model):
-        for layer in model.model.layers:
-            layer.self_attn.scaling *= 1.25
-
-    folder = checkpoints / "llama-tiny"
-    made = dump(folder, dtype=torch.bfloat16, plant=plant, taps=True)
-    made.tensors = [NamedTensor(item.name, item.tensor.float()) for item in made.tensors]
-    attention = {tap: value.float() for tap, value in made.taps.items() if tap.endswith(".attention")}
-    made.tensors += [NamedTensor(f"before.{tap}", value * 1.0001) for tap, value in attention.items()]
-    finder = finder_of(made.tensors, load_model(folder, dtype=torch.float32, stays=True), IDS, 1.67e-3)
-    finder.find()
-    assert attention.keys() <= finder.chosen.keys()
+    hf = load_model(checkpoints / "llama-tiny", dtype=torch.float32, stays=True)
+    rounded = torch.randn(len(IDS), 96).bfloat16().float()
+    tables = [Table("before", 1.0001 * rounded), Table("after", rounded)]
+    relations = Relations(hf, torch.tensor([IDS]), tables, rounding=rounding, limit=0.01)
+    candidates = [relations.candidate(at, Columns(start=0, stop=96)) for at in range(2)]
+    assert len({item.content for item in candidates}) == num_contents
 
 
 def other_theta(model):
