@@ -309,7 +309,7 @@ class CriticalPath:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
+class StepFigure:
     """One figure of a step, before and after: medians over the steps."""
 
     name: str
@@ -340,12 +340,12 @@ class PhaseChange:
     sizes_before: tuple[str, ...]
     """The most frequent first; empty where the annotations do not say them."""
     sizes_after: tuple[str, ...]
-    measures: tuple[Measure, ...]
+    measures: tuple[StepFigure, ...]
     """`step us` first, then where the time went."""
 
-    def measure(self, name: str) -> Measure:
+    def measure(self, name: str) -> StepFigure:
         """Return the measure of that name; of one that neither side has, zeros."""
-        none = Measure(name=name, before=0.0, after=0.0, noise=None)
+        none = StepFigure(name=name, before=0.0, after=0.0, noise=None)
         return next((measure for measure in self.measures if measure.name == name), none)
 
 

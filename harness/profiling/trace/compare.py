@@ -13,7 +13,7 @@ from harness.profiling.trace.explain import explain
 from harness.profiling.trace.file import read_trace
 from harness.profiling.trace.phases import find_steps, like_steps
 from harness.profiling.trace.summary import summarize_trace
-from harness.results.trace import Measure, OperatorChange, PhaseChange, TraceDiff, TraceStep, TraceSummary
+from harness.results.trace import OperatorChange, PhaseChange, StepFigure, TraceDiff, TraceStep, TraceSummary
 
 
 def diff_files(before: Path, after: Path, phase_pattern: re.Pattern[str] | None = None) -> TraceDiff:
@@ -63,11 +63,11 @@ def _sizes(steps: Iterable[TraceStep]) -> tuple[str, ...]:
     return tuple(size for size, _ in Counter(step.size for step in steps if step.size).most_common())
 
 
-def _measures(before: Sequence[TraceStep], after: Sequence[TraceStep]) -> Iterator[Measure]:
+def _measures(before: Sequence[TraceStep], after: Sequence[TraceStep]) -> Iterator[StepFigure]:
     for name in dict.fromkeys(name for step in (*before, *after) for name in step.figures):
         old, new = ([step.figures.get(name, 0.0) for step in side] for side in (before, after))
         noise = hypot(_spread(old), _spread(new)) if len(old) > 1 and len(new) > 1 else None
-        yield Measure(name=name, before=median(old), after=median(new), noise=noise)
+        yield StepFigure(name=name, before=median(old), after=median(new), noise=noise)
 
 
 _FEW, _LEAST = 5, 0.03

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from harness.profiling.trace.kernels import CATEGORIES, OTHER
 from harness.profiling.trace.steps import WAITING, WHOLE
-from harness.results.trace import Measure, OperatorChange, PhaseChange, TraceDiff
+from harness.results.trace import OperatorChange, PhaseChange, StepFigure, TraceDiff
 
 _MOST = 0.3
 """Share of a change from which on something is its cause."""
@@ -149,14 +149,14 @@ def _kernels(phase: PhaseChange, rows: Sequence[OperatorChange]) -> str:
     return f"{name} {_ms(largest.before, largest.after)}, {_moved(kernels, largest)}"
 
 
-def _changed_together(categories: Sequence[Measure], busy: Measure) -> bool:
+def _changed_together(categories: Sequence[StepFigure], busy: StepFigure) -> bool:
     """Whether all that takes time takes longer, or shorter, by one factor."""
     factors = [measure.after / measure.before for measure in categories if measure.before > 0.05 * busy.before]
     is_common = len(factors) > 2 and max(factors) - min(factors) <= _UNIFORM * max(factors)
     return is_common and abs(factors[0] - 1) > 0.01
 
 
-def _moved(rows: Sequence[OperatorChange], category: Measure) -> str:
+def _moved(rows: Sequence[OperatorChange], category: StepFigure) -> str:
     """Return which kernels are new, gone, more or longer."""
     added = max((row for row in rows if not row.count_before), key=attrgetter("added_us"), default=None)
     removed = min((row for row in rows if not row.count_after), key=attrgetter("added_us"), default=None)
@@ -178,7 +178,7 @@ def _times(row: OperatorChange) -> str:
     return f", {_count(counts[0])} a step for {_count(counts[1])}" if row.is_of_count else ""
 
 
-def _is_other_number(measure: Measure) -> bool:
+def _is_other_number(measure: StepFigure) -> bool:
     return abs(measure.added) > max(0.5, 0.05 * measure.before)
 
 

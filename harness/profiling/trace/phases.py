@@ -20,7 +20,7 @@ from harness.profiling.trace.tables import SPAN
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceRange:
     """One step of a phase."""
 
     event: int
@@ -81,7 +81,7 @@ def stated_step(name: str) -> tuple[str, str, int] | None:
     return phase, ", ".join(size), tokens + decodes
 
 
-def find_steps(trace: Trace, pattern: re.Pattern[str] | None = None) -> tuple[Step, ...]:
+def find_steps(trace: Trace, pattern: re.Pattern[str] | None = None) -> tuple[TraceRange, ...]:
     """Return the steps of a trace in order of their start.
 
     Events whose names match `pattern` are steps; its first group is the phase, or the whole match. Without a pattern
@@ -93,13 +93,13 @@ def find_steps(trace: Trace, pattern: re.Pattern[str] | None = None) -> tuple[St
     events = _in_order(trace, is_annotation)
     stated = [(event, form) for event in events if (form := stated_step(trace.name_of(event)))]
     if stated:
-        steps = [Step(event, *form, at=at) for at, (event, form) in enumerate(stated)]
+        steps = [TraceRange(event, *form, at=at) for at, (event, form) in enumerate(stated)]
         return tuple(outermost(trace, steps, by_phase=True))
     names = [(event, name) for event in events if not _NO_STEP.match(name := trace.name_of(event))]
-    return tuple(Step(event, _NUMBER.sub("", name), at=at) for at, (event, name) in enumerate(names))
+    return tuple(TraceRange(event, _NUMBER.sub("", name), at=at) for at, (event, name) in enumerate(names))
 
 
-def _matching(trace: Trace, pattern: re.Pattern[str]) -> Iterator[Step]:
+def _matching(trace: Trace, pattern: re.Pattern[str]) -> Iterator[TraceRange]:
     def is_step(category: str, name: str) -> bool:
         is_on_device = is_of_device(category, name) or category.startswith("gpu_")  # torch repeats annotations there
         return not is_on_device and bool(pattern.search(name))
@@ -107,7 +107,7 @@ def _matching(trace: Trace, pattern: re.Pattern[str]) -> Iterator[Step]:
     for at, event in enumerate(_in_order(trace, trace.are(is_step))):
         match = pattern.search(trace.name_of(event))
         assert match is not None
-        yield Step(event, (match[1] if pattern.groups else None) or match[0], at=at)
+        yield TraceRange(event, (match[1] if pattern.groups else None) or match[0], at=at)
 
 
 def _in_order(trace: Trace, chosen: NDArray[np.bool_]) -> list[int]:
@@ -116,7 +116,7 @@ def _in_order(trace: Trace, chosen: NDArray[np.bool_]) -> list[int]:
     return in_order
 
 
-def outermost(trace: Trace, steps: Iterable[Step], *, by_phase: bool = False) -> Iterator[Step]:
+def outermost(trace: Trace, steps: Iterable[TraceRange], *, by_phase: bool = False) -> Iterator[TraceRange]:
     """Leave out the steps within another one of their process, or of its phase: SGLang annotates a step twice."""
     ends: dict[object, int] = {}
     for step in steps:
@@ -127,13 +127,15 @@ def outermost(trace: Trace, steps: Iterable[Step], *, by_phase: bool = False) ->
             yield step
 
 
-def like_steps(before: Sequence[Step], after: Sequence[Step]) -> tuple[list[Step], list[Step], tuple[str, ...]]:
+def like_steps(
+    before: Sequence[TraceRange], after: Sequence[TraceRange]
+) -> tuple[list[TraceRange], list[TraceRange], tuple[str, ...]]:
     """Return the steps of both sides that can be compared, and the phases whose sizes have nothing in common.
 
     Of each size as many steps of either side are taken. If no size of a phase is equal, sizes of one range are alike,
     two ranges for each doubling; if none is, all steps of the phase are.
     """
-    taken: tuple[list[Step], list[Step]] = ([], [])
+    taken: tuple[list[TraceRange], list[TraceRange]] = ([], [])
     unlike = []
     for phase in dict.fromkeys(step.phase for step in (*before, *after)):
         sides = [[step for step in side if step.phase == phase] for side in (before, after)]
@@ -151,7 +153,7 @@ def like_steps(before: Sequence[Step], after: Sequence[Step]) -> tuple[list[Step
     return *(sorted(chosen, key=lambda step: step.at) for chosen in taken), tuple(unlike)  # type: ignore[return-value]
 
 
-def _range(step: Step) -> float | None:
+def _range(step: TraceRange) -> float | None:
     return round(2 * log2(step.num_rows)) if step.num_rows else None
 
 

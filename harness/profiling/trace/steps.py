@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from harness.profiling.trace.device import GRAPH_LAUNCH, LAUNCH_CATEGORY, covered, is_of_device, launch_of
 from harness.profiling.trace.file import Trace
 from harness.profiling.trace.kernels import category_of
-from harness.profiling.trace.phases import Step, outermost
+from harness.profiling.trace.phases import TraceRange, outermost
 from harness.results.trace import TraceStep
 
 WAITING = re.compile(r"(?:cuda|hip|cu|aclrt)\w*Synchronize|(?:cuda|hip)Memcpy$|hipMemcpyWithStream")
@@ -23,7 +23,7 @@ WHOLE = "the trace"
 _OPERATORS = {"cpu_op", "Operator", ""}
 
 
-def step_of_events(trace: Trace, steps: Sequence[Step]) -> NDArray[np.int64]:
+def step_of_events(trace: Trace, steps: Sequence[TraceRange]) -> NDArray[np.int64]:
     """Return for each event the index of its step, the innermost one, -1 outside.
 
     On the CPU by time, in the threads of the step's process; on the GPU by the call that launched it.
@@ -47,13 +47,13 @@ def step_of_events(trace: Trace, steps: Sequence[Step]) -> NDArray[np.int64]:
     return number
 
 
-def measure_steps(trace: Trace, steps: Sequence[Step]) -> tuple[TraceStep, ...]:
+def measure_steps(trace: Trace, steps: Sequence[TraceRange]) -> tuple[TraceStep, ...]:
     """Return what each of the steps cost that are in no other one; without any, the whole trace is a step.
 
     A step lasts until its last kernel ends. The time in which the step before it was still running is not part of it:
     an engine prepares a step while the device is busy with another.
     """
-    steps = list(outermost(trace, steps)) or [Step(NO_STEP, WHOLE)]
+    steps = list(outermost(trace, steps)) or [TraceRange(NO_STEP, WHOLE)]
     columns = _Columns(trace, steps)
     last_end = None
     measured = []
@@ -69,7 +69,7 @@ def measure_steps(trace: Trace, steps: Sequence[Step]) -> tuple[TraceStep, ...]:
 class _Columns:
     """Events by step."""
 
-    def __init__(self, trace: Trace, steps: Sequence[Step]) -> None:
+    def __init__(self, trace: Trace, steps: Sequence[TraceRange]) -> None:
         self._trace, self._steps = trace, steps
         number = step_of_events(trace, steps)
         is_kernel = trace.are(is_of_device)
@@ -97,7 +97,7 @@ class _Columns:
         ends = trace.end_ns[self._kernels[index]]
         return int(trace.start_ns[event]), int(max(trace.end_ns[event], ends.max(initial=0)))
 
-    def measured(self, index: int, step: Step, begin: int, end: int, gap: int) -> TraceStep:
+    def measured(self, index: int, step: TraceRange, begin: int, end: int, gap: int) -> TraceStep:
         """Return what a step cost that ran from `begin` to `end`, `gap` after the one before it."""
         trace, kernels, waits = self._trace, self._kernels[index], self._waits[index]
         calls = np.unique(self._launch[kernels])

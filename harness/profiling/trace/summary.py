@@ -15,7 +15,7 @@ from harness.profiling.trace.device import LAUNCH_CATEGORY, device_activity, is_
 from harness.profiling.trace.file import Trace, read_trace
 from harness.profiling.trace.kernels import category_of, readable
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, module_times, nest
-from harness.profiling.trace.phases import Step, find_steps
+from harness.profiling.trace.phases import TraceRange, find_steps
 from harness.profiling.trace.steps import measure_steps, step_of_events
 from harness.profiling.trace.tables import SPAN, STEP
 from harness.results.trace import (
@@ -117,7 +117,7 @@ def summarize_trace(
     path: str,
     phase_pattern: re.Pattern[str] | None = None,
     *,
-    steps: Sequence[Step] | None = None,
+    steps: Sequence[TraceRange] | None = None,
     with_host: bool = False,
 ) -> TraceSummary:
     """Sum up a trace that has been read.
@@ -148,7 +148,7 @@ def summarize_trace(
 class _Columns:
     """A trace's columns, and those that follow from them."""
 
-    def __init__(self, trace: Trace, steps: Sequence[Step]) -> None:
+    def __init__(self, trace: Trace, steps: Sequence[TraceRange]) -> None:
         self._trace = trace
         self._is_span = trace.are(_is_span)
         self._is_operator = trace.are(lambda category, _: category in _OPERATOR_CATEGORIES) & ~self._is_span
