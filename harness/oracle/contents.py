@@ -34,7 +34,8 @@ def with_contents(tables: Mapping[str, Any]) -> dict[str, Any]:
         tap, logits = golden.graph.logits, dict[Row, torch.Tensor]()
         if tap in source.names and tap not in golden.sketched and source.rows is not None:
             rows = source.tensor(tap)
-            logits = {row: rows[place] for row, place in source.rows(tap).items()}
+            rows = rows[:, None] if rows.dim() == 1 else rows.flatten(1)  # another producer may write any shape
+            logits = {row: rows[place] for row, place in source.rows(tap).items() if rows.numel()}
         piece = _pieces(recording.manifest.model.id)
         known = {} if golden.info is None else golden.graph.by_tap
         kinds = {tap: {"kind": op.kind.value, "inputs": list(op.inputs)} for tap, op in known.items()}

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from .commands import ENGINE
+from .commands import ENGINE, rewrite
 
 OTHER_EPS = ENGINE.replace(
     "    def run(",
@@ -86,6 +86,8 @@ def test_tokens_of_a_checkpoint_that_is_gone_have_no_pieces(harness, golden, tmp
     (folder / "manifest.json").write_text(json.dumps(manifest))
     shown = harness("inspect", folder, "--format", "json").json
     assert {token["piece"] for token in shown["tokens"]} == {None}
+    rewrite(folder, lambda tensors: tensors.update(lm_head=tensors["lm_head"][:, 0].contiguous()))
+    assert len(harness("inspect", folder, "--format", "json").json["tokens"][5]["likeliest"]) == 1
     assert "kind" not in shown["taps"][0]
 
 
