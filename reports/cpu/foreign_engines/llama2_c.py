@@ -1,7 +1,7 @@
 """llama2.c, of the GitHub repository karpathy/llama2.c: a C program, whose arrays are dumped.
 
 `LLAMA2C` names a folder with a program for each mistake, and one called `none`. Each computes the tokens of its arguments,
-one at a time, and appends the arrays of `forward` to files NAME.LAYER.f32 in the folder `DUMP`: 21 lines of C.
+one at a time, and appends the arrays of `forward` to files NAME.LAYER.f32 in the folder `DUMP`: 25 lines of C.
 """
 
 import json
