@@ -126,7 +126,7 @@ def _of_another_theta(wrong: WrongOperation, sides: _Sides, right: Rotation) -> 
     fitted = None if best is None else float(f"{best:.6g}")
     changed = None if fitted is None else of(fitted)
     if changed is not None:
-        cause = f"wrong rope theta: {fitted:.3g} instead of {float(parameters['rope_theta']):g}"
+        cause = f"wrong rope theta: {float(f'{fitted:.3g}'):g} instead of {float(parameters['rope_theta']):g}"
         yield _of_rotation(wrong, sides, changed, cause, num_fitted=1)
 
 

@@ -104,7 +104,7 @@ def window(value):
 @pytest.mark.parametrize(("left_out", "tap"), [(ROTATED, "attention"), (CONTEXT, "self_attn.o_proj")])
 @pytest.mark.parametrize(("inject", "cause"), [
     (theta(1e6), "wrong rope theta: 1e+06 instead of 10000"),
-    (theta(37000.0), "wrong rope theta: 3.7e+04 instead of 10000"),
+    (theta(37000.0), "wrong rope theta: 37000 instead of 10000"),
     (window(200), "the sliding window is ignored"),
     (window(7), "sliding window off by one (too narrow): 7 instead of 8"),
 ])  # fmt: skip
