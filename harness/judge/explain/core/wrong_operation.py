@@ -51,6 +51,8 @@ class Hypothesis:
     """Whether it only points elsewhere: what fits as well and says more comes first."""
     is_fallback: bool = False
     """Whether it says where and not what: it is asserted where no other cause fits."""
+    decisive: torch.Tensor | None = None
+    """[rows] bool: rows that it must explain, and half of all; None for all. A wrong state leaves later ones wrong."""
     unknown: torch.Tensor | None = None
     """[rows] bool: rows that would have read memory nobody wrote, so that `output` cannot be known there."""
     provenance: Callable[[], Provenance | None] | None = None

@@ -52,7 +52,7 @@ def other_rows(wrong: WrongOperation) -> Iterator[Hypothesis]:
         if float(errors[at]) <= _NEAR * rounding_unit(wrong.dtype):
             cause, rows = ways[at]
             lines = [rows(read) for read in known.reads]
-            yield Hypothesis(cause=cause, output=_after(wrong, lines, range(len(lines))))
+            yield Hypothesis(cause=cause, output=_after(wrong, lines, range(len(lines))), decisive=known.are_first)
 
 
 def _after(wrong: WrongOperation, lines: Sequence[Line | None], rows: Sequence[int]) -> torch.Tensor:
@@ -82,6 +82,11 @@ class _Ways:
         """The first wrong one of each request."""
         for read in self.reads:
             self._first.setdefault(read.request, read)
+
+    @property
+    def are_first(self) -> torch.Tensor:
+        """[R] bool: the first wrong row of each request."""
+        return torch.tensor([self._first[read.request] is read for read in self.reads])
 
     def all(self) -> Iterator[Way]:
         """Yield every way."""

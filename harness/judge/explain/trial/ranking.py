@@ -83,8 +83,9 @@ class Trial:
 
     @property
     def share(self) -> float:
-        """Of the rows, that it holds for."""
-        return float(self.holds.float().mean())
+        """Of the decisive rows, that it holds for; of all, where that is less than half."""
+        share, decisive = float(self.holds.float().mean()), self.hypothesis.decisive
+        return share if decisive is None or share < _FALL else float(self.holds[decisive].float().mean())
 
     @property
     def is_cause(self) -> bool:

@@ -169,7 +169,7 @@ def test_without_drafts_nothing_is_said(tmp_path):
     early = failure.select(failure.positions == 6)
     object.__setattr__(early, "views", tuple(view.select(torch.tensor([0])) for view in failure.views))
     early.views[0].rows.step[:] = 1  # before the draft was rejected
-    assert not list(rejected_drafts(early))
+    assert not [item for item in rejected_drafts(early) if item.cause.startswith("attends")]
     assert not list(nothing_forgotten(early))
 
 
