@@ -231,7 +231,7 @@ class RowTeller:
         for at, item in enumerate(work):
             earlier = torch.full((item.first if self._recomputes else 0,), EARLIER)
             lines.append(torch.cat([earlier, torch.arange(starts[at], starts[at + 1])]))
-        if self.order is RowOrder.PACKED and len({*map(len, lines)}) > 1:
+        if self.order is RowOrder.PACKED and len({*map(len, lines)}) > 1:  # equal lines are in one order in any case
             return torch.cat(lines)[None]
         width = max(map(len, lines))
         pads = [torch.full((width - len(line),), PADDING) for line in lines]
