@@ -32,10 +32,10 @@ def with_contents(tables: Mapping[str, Any]) -> dict[str, Any]:
     with Recording.open(path, verify=False) as recording:
         golden, requests, source = Golden(recording), recording.manifest.requests, open_source(path)
         tap, logits = golden.graph.logits, dict[Row, torch.Tensor]()
-        if tap in source.names and tap not in golden.sketched and source.rows is not None:
+        is_vector = {entry.name: len(entry.shape) == 1 for entry in recording.manifest.taps}.get(tap, False)
+        if is_vector and tap not in golden.sketched and source.rows is not None:  # other producers write any shape
             rows = source.tensor(tap)
-            rows = rows[:, None] if rows.dim() == 1 else rows.flatten(1)  # another producer may write any shape
-            logits = {row: rows[place] for row, place in source.rows(tap).items() if rows.numel()}
+            logits = {row: rows[place] for row, place in source.rows(tap).items()}
         piece = _pieces(recording.manifest.model.id)
         known = {} if golden.info is None else golden.graph.by_tap
         kinds = {tap: {"kind": op.kind.value, "inputs": list(op.inputs)} for tap, op in known.items()}
