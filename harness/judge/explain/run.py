@@ -170,8 +170,10 @@ class Explainer:
                 return None
             if evidence is None:
                 return layers_that_did_not_run(operation, errors, self.hf, self.locator, self.dtype, where)
-            wrong = self.wrong_operation(evidence, stack)
-            if wrong is not None and errors.effect is not None and not is_bad:
+            has_direction = errors.effect is not None and not is_bad
+            # So many edits would fit a direction that some do by chance.
+            wrong = self.wrong_operation(evidence, stack, tries_edits=not has_direction)
+            if wrong is not None and errors.effect is not None and has_direction:
                 return explain_direction(wrong, errors.effect)
             return None if wrong is None else _explained(wrong, where)
 
@@ -203,7 +205,9 @@ class Explainer:
                 return explanation if explanation is not None and explanation.is_cause else None
         return None
 
-    def wrong_operation(self, evidence: Evidence, stack: ExitStack) -> WrongOperation | None:
+    def wrong_operation(
+        self, evidence: Evidence, stack: ExitStack, *, tries_edits: bool = True
+    ) -> WrongOperation | None:
         """Return the wrong rows of an operation with what was recorded around them; None if they were not recorded."""
         actual = gathered(self.locator, evidence.operation.tap, evidence.rows)
         if actual is None or actual.shape != evidence.expected.shape:
@@ -227,7 +231,7 @@ class Explainer:
             states=self.comparison.states,
             sound=self.sound,
             rerun=rerun,
-            edit_budget=self._edit_budget,
+            edit_budget=self._edit_budget if tries_edits else None,
         )
 
     def _cache_evidence(self, operation: Operation, errors: LocalErrors) -> Evidence | None:

@@ -133,9 +133,9 @@ def _changes(node: ast.AST) -> Iterator[tuple[int, ast.AST | None, str]]:
         case ast.Constant(value=bool() as switch):
             yield LIKELY, ast.Constant(not switch), f"is {not switch}"
         case ast.Constant(value=int() | float() as number):
-            for other in dict.fromkeys((0, 1, 2, -1, number + 1, number - 1)):
-                if other != number:
-                    yield POSSIBLE, ast.Constant(other), f"is {other}"
+            for replacement in dict.fromkeys((0, 1, 2, -1, number + 1, number - 1)):
+                if replacement != number:
+                    yield POSSIBLE, ast.Constant(replacement), f"is {replacement}"
         case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Load()):
             name = ast.unparse(node)
             for text in _OF_SETTINGS:

@@ -45,10 +45,14 @@ class Judged:
     def __init__(self, unrecorded_before=None, usable=None):
         self.graph = GRAPH
         self.usable = {op.tap for op in GRAPH} if usable is None else usable
+        self.chosen = {}
         self.unrecorded_before, self.rows, self.num_settled, self.is_decided = unrecorded_before or {}, {}, 0, False
 
     def add(self, rows):
         self.rows[rows.operation.tap] = rows
+
+    def choose(self, operation, chosen, num_scores):
+        self.chosen[operation.tap] = chosen, num_scores
 
     def settle(self):
         self.num_settled += 1

@@ -94,10 +94,10 @@ def test_a_weight_of_ones_hides_what_is_done_with_it(sound):
     hidden = {"the norm's weight is not applied", "the norm's weight is applied twice"}
     for weights, is_seen in ((0.0, False), (0.2, True)):
         report, _ = sound(weights=weights)
-        found = [item for item in report.power.mistakes if item.mistake in hidden]
-        assert len(found) == 10
-        assert {item.is_seen for item in found} == {is_seen}
-        assert {item.needs for item in found} == ({None} if is_seen else {"other prompts or weights"})
+        mistakes = [item for item in report.power.mistakes if item.mistake in hidden]
+        assert len(mistakes) == 10
+        assert {item.is_seen for item in mistakes} == {is_seen}
+        assert {item.needs for item in mistakes} == ({None} if is_seen else {"other prompts or weights"})
 
 
 def test_bfloat16_hides_what_float32_shows(sound):

@@ -163,7 +163,7 @@ def test_tokens_and_counts_have_ways_of_their_own(explainer, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_way_of_an_operation(explainer, monkeypatch, tap, bad, effect, has_evidence, way):
-    monkeypatch.setattr(Explainer, "wrong_operation", lambda self, evidence, stack: "wrong rows")
+    monkeypatch.setattr(Explainer, "wrong_operation", lambda self, *_, **__: "wrong rows")
     monkeypatch.setattr(run, "_explained", lambda wrong, where: ("ranked", where))
     monkeypatch.setattr(run, "explain_direction", lambda failure, effect: ("direction", effect))
     monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: ("layers", args[-1]))
@@ -184,7 +184,7 @@ def test_a_cache_of_a_layer_that_did_not_run_is_explained_by_what_stands_behind_
 ):
     behind = SimpleNamespace(is_cause=is_cause, cause="did not run")
     monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: behind)
-    monkeypatch.setattr(Explainer, "wrong_operation", lambda self, evidence, stack: None)
+    monkeypatch.setattr(Explainer, "wrong_operation", lambda self, *_, **__: None)
     errors = {HEAD: errors_of([(0, 0)], [True], unrecorded=(f"model.layers.{layer}.up",))}
     caches = {CACHE: errors_of([(0, 0)], [True])}
     assert (explainer(errors, caches)._explain(OPERATIONS[1]) is behind) == is_said
