@@ -24,17 +24,12 @@ STORIES = Path(__file__).parent.parent.parent / "shared" / "models" / "stories26
 
 
 SHOWN_CASES = {
-    *(
-        "default",
-        "gemma3-bfloat16",
-        "llama-bfloat16",
-        "llama-float16",
-        "llama-float32",
-        "llama-forked",
-        "llama-token-ids",
-    ),
-    *("qwen2-hf-eager", "qwen2-preempted", "qwen2-recompute", "qwen2-tensor-parallel"),
-    *("qwen3-block-size-1", "qwen3-moe-bfloat16", "qwen3-prefix-hit", "qwen3-shared-cache"),
+    "default",
+    "llama-float16",
+    "llama-forked",
+    "qwen2-preempted",
+    "qwen2-tensor-parallel",
+    "qwen3-prefix-hit",
 }
 """Cases that the default suite checks. `pytest cases` checks all of them."""
 

@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from zlib import crc32
 
-EXPENSIVE_S = 0.3
+EXPENSIVE_S = 0.2
 """Seconds of a case from which on a test is sampled."""
-SLOW_S = 5.0
+SLOW_S = 3.0
 """Seconds of a case from which on it is slow, whatever else its file has."""
-FILE_S, FILE_SHARE = 1.0, 0.1
+FILE_S, FILE_SHARE = 0.7, 0.1
 """The expensive tests of a file may take so many seconds, or this share of what all of them take if that is more."""
 COSTS = Path(__file__).with_suffix(".txt")
 

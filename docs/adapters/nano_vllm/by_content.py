@@ -58,9 +58,7 @@ class NanoVllm:
     def cached(self, request):
         sequence = self.sequences[request]
         caches = enumerate((attention.k_cache, attention.v_cache) for attention in self.attention)
-        return {
-            at: [cache[sequence.block_table].flatten(0, 1)[: len(sequence)] for cache in both] for at, both in caches
-        }
+        return {at: [cache[sequence.block_table].flatten(0, 1)[: len(sequence)] for cache in both] for at, both in caches}
 
 
 def open_engine(folder, *, dtype, device, options):

@@ -31,9 +31,7 @@ class Pool:
         else:
             self.allocator = PagedTokenToKVPoolAllocator(num_blocks * block_size, block_size, **options)
         self.rows = ReqToTokenPool(max_num_requests, max_length + block_size, "cpu", False)
-        parameters = CacheInitParams(
-            False, self.rows, self.allocator, block_size, tree_components=(ComponentType.FULL,)
-        )
+        parameters = CacheInitParams(False, self.rows, self.allocator, block_size, tree_components=(ComponentType.FULL,))
         self.tree = self.tree_class(parameters)
 
     @staticmethod
@@ -47,7 +45,7 @@ class Pool:
 
     def pages(self, request):
         held = request.kv.kv_allocated_len if request.kv.holds_kv else 0
-        return (self.rows.req_to_token[request.kv.req_pool_idx or 0, : held : self.size] // self.size).tolist()
+        return (self.rows.req_to_token[request.kv.req_pool_idx or 0, :held : self.size] // self.size).tolist()
 
     def num_free(self):
         return (self.allocator.available_size() + self.tree.evictable_size()) // self.size

@@ -28,7 +28,7 @@ class SchedulerSubject(PoolAndCache):
             self.manager, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
         )
         self._admission = Admission(
-            vocab_size=256, max_model_len=max_model_len, num_usable_blocks=num_blocks, block_size=block_size
+            vocab_size=1 << 17, max_model_len=max_model_len, num_usable_blocks=num_blocks, block_size=block_size
         )
         self._chunks: list[ScheduledChunk] = []
 

@@ -65,11 +65,6 @@ def test_prompts_that_make_no_sense(prompts, code, words):
     refused("reference", code, words, prompts=prompts)
 
 
-def test_a_model_that_is_not_embedded_needs_prompts(checkpoints):
-    words = 'add prompts=["..."] or prompts=[[1, 2, 3]]'
-    refused("reference", Code.EMPTY_PROMPT, words, prompts=None, model=str(checkpoints / "qwen3-tiny"))
-
-
 def test_token_ids_may_be_a_tensor():
     assert harness.check(
         "reference", model="qwen3-tiny", prompts=[torch.tensor([1, 5, 6])], max_new_tokens=2, schedules=["plain"]
