@@ -49,9 +49,7 @@ def served(folder, dtype, cache=None, **changes):
         store(self, layer, cache(k), cache(v), slots)
 
     def sample(logits, sequences):
-        return original(
-            logits, [replace(sequence, params=replace(sequence.params, **changes)) for sequence in sequences]
-        )
+        return original(logits, [replace(sequence, params=replace(sequence.params, **changes)) for sequence in sequences])
 
     model_runner.sample = sample if changes else original
     KVCache.store = store if cache is None else coarse_store
@@ -116,10 +114,7 @@ def main() -> None:
     for truth in options.only or [base, "fp8", "q8", "q4", *names[5:], f"{base}+kv=fp8_e5m2", "q5_1"]:
         with TemporaryDirectory() as scratch:
             counts = campaign(truth, names, plan, options, Path(scratch))
-        print(
-            json.dumps({"served": truth, "dtype": options.dtype, "logprobs": not options.without_logprobs} | counts),
-            flush=True,
-        )
+        print(json.dumps({"served": truth, "dtype": options.dtype, "logprobs": not options.without_logprobs} | counts), flush=True)
         for kind, (right, none, wrong) in totals.items():
             count = counts[kind]
             totals[kind] = [right + count["right"], none + count["none"], wrong + sum(count["wrong"].values())]
@@ -143,9 +138,7 @@ def campaign(truth, names, plan, options, scratch):
     values = [{} if options.without_logprobs else audit._logprobs(answers, *draw) for draw in draws.values()]
     hypotheses = parse_hypotheses(names, SamplingSettings())
     every = max(1, ceil(len(draws) / 3000))
-    views = audit._views(
-        plan, hypotheses, {None: draws}, values, vocab_size=hf.vocab_size, every=every, progress=lambda *_: None
-    )
+    views = audit._views(plan, hypotheses, {None: draws}, values, vocab_size=hf.vocab_size, every=every, progress=lambda *_: None)
     counts = {kind: {"right": 0, "none": 0, "wrong": {}} for kind in ("with", "without")}
     needed = []
     per_audit = options.tokens // TOKENS
@@ -160,16 +153,8 @@ def campaign(truth, names, plan, options, scratch):
                 judged = audit._Judged(hypotheses=[hypotheses[at] for at in kept], views=own_views, logprobs=table)
                 results = list(judged.results())
                 result = audit.AuditResult(
-                    url="",
-                    server="",
-                    served_model="",
-                    model="",
-                    dtype="",
-                    num_tokens=0,
-                    num_requests=0,
-                    num_logprobs=0,
-                    false_claim=audit.FALSE_CLAIM,
-                    hypotheses=tuple(results),
+                    url="", server="", served_model="", model="", dtype="", num_tokens=0, num_requests=0, num_logprobs=0,
+                    false_claim=audit.FALSE_CLAIM, hypotheses=tuple(results),
                 )
                 claim = result.claim
                 count = counts[kind]

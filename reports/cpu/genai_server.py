@@ -51,9 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         """Return a completion, or why there is none."""
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         unknown = {"logprobs", "echo", "stop", "stream", "min_p", "typical_p", "presence_penalty", "frequency_penalty"}
-        refused = [name for name in unknown if asked.get(name)] + [
-            name for name in ("n", "logit_bias") if name in asked
-        ]
+        refused = [name for name in unknown if asked.get(name)] + [name for name in ("n", "logit_bias") if name in asked]
         if refused or not isinstance(asked.get("prompt"), list) or not self.path.endswith("/completions"):
             return self.answer(400, {"error": {"message": f"not offered: {', '.join(refused) or 'this prompt'}"}})
         try:

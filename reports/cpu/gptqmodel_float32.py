@@ -35,9 +35,7 @@ def main(folder: str) -> None:
     for dtype in (torch.float32, torch.float16):
         product = x.double() @ weight(tensors, dtype).double().T
         expected = product if bias is None else product + bias.to(dtype).double()
-        print(
-            f"{type(module).__name__}, weight and bias in {dtype}: {float((actual - expected).norm() / actual.norm()):.2e}"
-        )
+        print(f"{type(module).__name__}, weight and bias in {dtype}: {float((actual - expected).norm() / actual.norm()):.2e}")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,7 @@ def compare(name: str, model: PreTrainedModel, options: Callable[[], dict[str, A
     for length in LENGTHS:
         plain = {"max_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         ids = zoo.tokens(seed=length, count=length)
-        greedy, speculative = (
-            model.generate(ids, **plain)[0, length:],
-            model.generate(ids, **plain, **options())[0, length:],
-        )
+        greedy, speculative = model.generate(ids, **plain)[0, length:], model.generate(ids, **plain, **options())[0, length:]
         unequal = (greedy[: len(speculative)] != speculative[: len(greedy)]).nonzero()
         same += not len(unequal)
         where += [f"{length}: token {int(unequal[0])}"] if len(unequal) else []

@@ -45,9 +45,7 @@ def save(family: str, settings: dict[str, Any], folder: Path) -> torch.Tensor:
         make_lively(model, 0)
         model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(written | {k: v for k, v in settings.items() if k == "scoring_func"})
-    )
+    (folder / "config.json").write_text(json.dumps(written | {k: v for k, v in settings.items() if k == "scoring_func"}))
     with torch.no_grad():
         return model(torch.tensor([IDS]), use_cache=False).logits[0, -1].double()
 

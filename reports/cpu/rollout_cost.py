@@ -73,9 +73,7 @@ def main():
             logged = [row | {"trainer_logprobs": column.tolist()} for row, column in zip(rows, columns, strict=True)]
             for at, (name, trainer) in enumerate(KINDS.items()):
                 begin = time.process_time()
-                report = (
-                    monitor.step(100 * step + at, logged, model=module, trainer=module if trainer else None) or report
-                )
+                report = monitor.step(100 * step + at, logged, model=module, trainer=module if trainer else None) or report
                 seconds[name] = time.process_time() - begin
             begin = time.process_time()
             optimizer.step()

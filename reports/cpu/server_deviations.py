@@ -45,12 +45,7 @@ print("token ids as the prompt        ", ask(prompt=[3, 4, 5])[0])
 print("stop                           ", repr(text(stop=[greedy[4:6]])))
 print("stop that never comes          ", repr(text(stop=[greedy[-2:] + "\ue000"])))
 print("frequency_penalty 1e-6, 1      ", repr(text(frequency_penalty=1e-6)), repr(text(frequency_penalty=1.0)))
-print(
-    "frequency_penalty 1, one token ",
-    repr(text(frequency_penalty=1.0, max_tokens=1)),
-    "greedy",
-    repr(text(max_tokens=1)),
-)
+print("frequency_penalty 1, one token ", repr(text(frequency_penalty=1.0, max_tokens=1)), "greedy", repr(text(max_tokens=1)))
 print("presence_penalty 2             ", repr(text(presence_penalty=2.0)))
 status, body = ask(n=2, temperature=1.0)
 print("n 2: choices                   ", len(body["choices"]) if status == 200 else body)
@@ -65,27 +60,19 @@ if entries:
     print("text of three greedy tokens    ", repr(body["choices"][0]["text"]))
     for entry in entries:
         best = max(entry["top_logprobs"], key=lambda candidate: candidate["logprob"])
-        print(
-            f"  entry is of {entry['token']!r} ({entry['logprob']:.3f}), the likeliest is {best['token']!r} ({best['logprob']:.3f})"
-        )
+        print(f"  entry is of {entry['token']!r} ({entry['logprob']:.3f}), the likeliest is {best['token']!r} ({best['logprob']:.3f})")
 print("seed 1, 1, 2 at temperature 2  ", [text(seed=seed, temperature=2.0) for seed in (1, 1, 2)])
 print("echo beside token ids          ", repr(text(echo=True, return_token_ids=True)[:20]))
 for echo in (False, True):
     status, body = ask(prompt="abc", echo=echo, logprobs=1, max_tokens=3)
     logprobs = (body["choices"][0].get("logprobs") or {}) if status == 200 else {}
-    print(
-        f"abc and 3 tokens, echo {echo!s:5}    ",
-        list(zip(logprobs.get("tokens", []), logprobs.get("token_logprobs", []))),
-    )
+    print(f"abc and 3 tokens, echo {echo!s:5}    ", list(zip(logprobs.get("tokens", []), logprobs.get("token_logprobs", []))))
 draw = random.Random(1)
 prompts = ["".join(draw.choice("abcdfgjkmpq,Y-QmD") for _ in range(12)) for _ in range(60)]
 in_prompt = [prompt for prompt in prompts if text(prompt=prompt, max_tokens=1, repeat_penalty=1.0) in prompt]
 changed = [text(prompt=prompt, max_tokens=1, repeat_penalty=100.0) not in prompt for prompt in in_prompt]
 print("likeliest token in the prompt  ", len(in_prompt), "prompts; another one with repeat_penalty 100:", sum(changed))
-print(
-    "different of 9 with typical_p 0",
-    len({text(temperature=2.0, typical_p=1e-6, max_tokens=1, seed=at) for at in range(9)}),
-)
+print("different of 9 with typical_p 0", len({text(temperature=2.0, typical_p=1e-6, max_tokens=1, seed=at) for at in range(9)}))
 for temperature in (1.0, 2.0):
     status, body = ask(temperature=temperature, logprobs=1, max_tokens=1)
     top = ((body["choices"][0].get("logprobs") or {}).get("top_logprobs") or [{}])[0] if status == 200 else {}

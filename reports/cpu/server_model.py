@@ -15,9 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 FOLDER = Path(sys.argv[1])
-TEMPLATE = (
-    Path(__file__).parents[2] / "tests" / "extensions" / "server" / "chat" / "tool_calls" / "templates" / "hermes.jinja"
-)
+TEMPLATE = Path(__file__).parents[2] / "tests" / "extensions" / "server" / "chat" / "tool_calls" / "templates" / "hermes.jinja"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 MERGES = [("t", "h"), ("i", "n"), ("e", "r")]  # llama.cpp takes no file without one

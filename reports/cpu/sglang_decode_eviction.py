@@ -28,6 +28,4 @@ last_loc = pages.alloc(8)[[1, 5]]  # second slot of each request's page
 print(f"free slots {pages.available_size()}, cached {tree.evictable_size()}")
 lengths = torch.tensor([3, 3])
 slots = alloc_paged_token_slots_decode(tree, lengths, lengths, last_loc)
-print(
-    f"free slots {pages.available_size()}, cached {tree.evictable_size()}, behind {last_loc.tolist()}: {slots.tolist()}"
-)
+print(f"free slots {pages.available_size()}, cached {tree.evictable_size()}, behind {last_loc.tolist()}: {slots.tolist()}")

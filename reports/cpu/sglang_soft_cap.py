@@ -53,8 +53,5 @@ if __name__ == "__main__":
     token = backend.forward_decode(query[-1:].flatten(1), None, None, layer, batch, save_kv_cache=False)
     for name, cap in ((f"with the cap of {layer.logit_cap}", CAP), ("without a cap", None)):
         rows = attended(query, key, value, cap)
-        far = [
-            float((got.view_as(expected) - expected).norm() / expected.norm())
-            for got, expected in ((prompt, rows), (token, rows[-1:]))
-        ]
+        far = [float((got.view_as(expected) - expected).norm() / expected.norm()) for got, expected in ((prompt, rows), (token, rows[-1:]))]
         print(f"distance from the formula {name}: prompt {far[0]:.1e}, next token {far[1]:.1e}")

@@ -46,15 +46,8 @@ def chat_model(folder, seed):
     write_tokenizer(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=256,
-        eos_token_id=[258, 259],
+        vocab_size=320, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=256, eos_token_id=[258, 259],
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": [258, 259]}))
@@ -65,17 +58,9 @@ def schema_model(folder, seed):
     write_json_tokenizer(folder)
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=273,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        eos_token_id=271,
-        bos_token_id=270,
+        vocab_size=273, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.2,
+        eos_token_id=271, bos_token_id=270,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
@@ -108,7 +93,9 @@ def conversations(seed):
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         chat_model(Path(name), seed)
         address = serve_chat(stack, Path(name), ("float32", "bfloat16")[seed % 2])
-        result = check_tokens(Checkpoint(Path(name)), address, model="chat", num_conversations=40, seed=seed)
+        result = check_tokens(
+            Checkpoint(Path(name)), address, model="chat", num_conversations=40, seed=seed
+        )
     said = [item.name for item in result.differences] + [item.message for item in result.findings]
     return result.outcome is not Outcome.PASS, said
 

@@ -18,9 +18,7 @@ def main():
     folder = tempfile.mkdtemp()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).save_pretrained(folder)
-    args = EngineArgs(
-        folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=1 << 26
-    )
+    args = EngineArgs(folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=1 << 26)
     engine = LLMEngine.from_engine_args(args, enable_multiprocessing=True)
     engine.add_request("0", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=40, detokenize=False))
     (core,) = engine.engine_core.resources.engine_manager.processes

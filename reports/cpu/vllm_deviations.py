@@ -25,9 +25,7 @@ def drawn(*shape: int) -> torch.Tensor:
 def told(name: str, actual: torch.Tensor, expected: torch.Tensor, alternative: torch.Tensor, what: str) -> None:
     """Print how far vLLM is from HF, and how far from what it is said to compute instead."""
     size = expected.double().norm()
-    from_hf, from_alternative = (
-        (actual.double() - reference.double()).norm() / size for reference in (expected, alternative)
-    )
+    from_hf, from_alternative = ((actual.double() - reference.double()).norm() / size for reference in (expected, alternative))
     print(f"{name:38} from HF {float(from_hf):.1e}   from {what}: {float(from_alternative):.1e}")
 
 
@@ -42,9 +40,7 @@ def gated_norm() -> None:
     ours, hf = Mixer2RMSNormGated(256, 2, eps=1e-6), GraniteMoeHybridRMSNormGated(256, eps=1e-6)
     gated = (x * silu(gate)).unflatten(1, (2, 128))
     grouped = (gated * (gated.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).flatten(1)
-    told(
-        "the gated norm of Mamba-2, two groups", ours.forward_native(x, gate), hf(x, gate), grouped, "a norm per group"
-    )
+    told("the gated norm of Mamba-2, two groups", ours.forward_native(x, gate), hf(x, gate), grouped, "a norm per group")
 
 
 def xielu() -> None:
@@ -64,9 +60,7 @@ def corrected_router() -> None:
     scores = softmax(logits, dim=-1)
     for name, by in (("with the bias", scores + bias), ("without it", scores)):
         same = (by.topk(2).indices.sort().values == chosen.long().sort().values).all(1)
-        print(
-            f"{'a router with a correction bias':38} {name}: {int(same.sum())} of {len(same)} rows choose as vLLM does"
-        )
+        print(f"{'a router with a correction bias':38} {name}: {int(same.sum())} of {len(same)} rows choose as vLLM does")
 
 
 def float8_cache() -> None:

@@ -13,11 +13,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-os.environ |= {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
 from transformers import (
@@ -97,9 +93,7 @@ def rotated_row_by_row(model: Any) -> torch.Tensor:
     """HF's model where [tokens, heads, size] is taken for [tokens, size]: the first rows are turned, the others not."""
     right = lfm2_moe.apply_rotary_pos_emb
 
-    def wrong(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def wrong(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
         tokens = q.shape[2]
         rows = [x.transpose(1, 2).reshape(1, 1, -1, x.shape[-1]).clone() for x in (q, k)]
         heads = [row[:, :, :tokens] for row in rows]
@@ -172,9 +166,7 @@ def told(name: str, actual: torch.Tensor, **expected: torch.Tensor) -> None:
     """Print how many of vLLM's values are these, and how far the others are."""
     for what, value in expected.items():
         far = float((actual.double() - value.double()).norm() / value.double().norm())
-        print(
-            f"{name:12} {what.replace('_', ' ')}: {int((actual == value).sum())} of {value.numel()} equal, {far:.1e} off"
-        )
+        print(f"{name:12} {what.replace('_', ' ')}: {int((actual == value).sum())} of {value.numel()} equal, {far:.1e} off")
 
 
 def of_a_router() -> None:
@@ -221,9 +213,7 @@ def of_logits(name: str) -> None:
         from_vllm = answer(opened(folder, "float32"))
     hf, changed = (logits[0, -1].log_softmax(-1) for logits in (model(PROMPT).logits, change(model)))
     for what, row in (("HF", hf), (said, changed)):
-        print(
-            f"{name:12} largest distance of a log probability from {what}: {float((from_vllm - row).abs().max()):.1e}"
-        )
+        print(f"{name:12} largest distance of a log probability from {what}: {float((from_vllm - row).abs().max()):.1e}")
 
 
 if __name__ == "__main__":

@@ -194,11 +194,7 @@ class StepEngine:
         x = self.table(torch.tensor(ids))
         for layer in self.layers:
             x = layer(x, batch)
-        kept = (
-            [row for request_rows in rows for row in request_rows]
-            if self.drafts(work)
-            else [request_rows[-1] for request_rows in rows]
-        )
+        kept = [row for request_rows in rows for row in request_rows] if self.drafts(work) else [request_rows[-1] for request_rows in rows]
         if self.wrong == "logits-of-the-row-before":
             kept = [max(0, row - 1) for row in kept]
         return self.head(self.last(x)[kept])

@@ -27,7 +27,4 @@ for city in ("Ulm", "</tool_call>"):
         urllib.request.Request(f"{URL}/v1/chat/completions", data, {"content-type": "application/json"})
     ) as answer:
         message = json.load(answer)["choices"][0]["message"]
-    print(
-        f"{city!r}: content {message['content']!r}, calls",
-        [call["function"] for call in message.get("tool_calls") or []],
-    )
+    print(f"{city!r}: content {message['content']!r}, calls", [call["function"] for call in message.get("tool_calls") or []])
