@@ -1,4 +1,4 @@
-"""A chat template is a program of strangers: what it renders, within limits of time, memory and text."""
+"""A chat template is a program that comes with a model: what it renders, within limits of time, memory and text."""
 
 import resource
 import sys

@@ -11,7 +11,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -38,7 +38,6 @@ class _Code:
     function: FunctionType
     program: ast.Module
     """Its definition, without decorators."""
-    lines: tuple[str, ...] = field(repr=False)
     file: str
     first: int
     """Line of the file at which the definition begins."""
@@ -83,16 +82,21 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
             return
         with budget.spent():
             output = _under(wrong, code, edit, places, right)
-        if output is None or _digest(output) in seen:
-            continue
-        seen.add(_digest(output))
-        where = type(code.holder).__name__ if isinstance(code.holder, nn.Module) else code.name
-        yield Hypothesis(
-            cause=f"in {where} ({code.place(edit)}), `{edit.old}` {edit.new}",
-            output=output,
-            detail=f"HF computes this with: {code.diff(edit)}",
-            is_vague=True,  # what has a name of its own and fits as well comes first
-        )
+            if output is None or _digest(output) in seen:
+                continue
+            seen.add(_digest(output))
+            hypothesis = _hypothesis(code, edit, output)
+        yield hypothesis
+
+
+def _hypothesis(code: _Code, edit: Edit, output: torch.Tensor) -> Hypothesis:
+    where = type(code.holder).__name__ if isinstance(code.holder, nn.Module) else code.name
+    return Hypothesis(
+        cause=f"in {where} ({code.place(edit)}), `{edit.old}` {edit.new}",
+        output=output,
+        detail=f"HF computes this with: {code.diff(edit)}",
+        is_vague=True,  # what has a name of its own and fits as well comes first
+    )
 
 
 def _digest(output: torch.Tensor) -> int:
@@ -172,21 +176,21 @@ def _code(holder: Any, name: str, function: Any) -> _Code | None:
     if not isinstance(function, FunctionType) or not function.__module__.startswith("transformers."):
         return None
     try:
-        program, lines, first = _parsed(function)
+        program, first = _parsed(function)
     except (OSError, TypeError, SyntaxError):
         return None
     if any(isinstance(node, ast.While) for node in ast.walk(program)):
         return None  # a change might never end
-    return _Code(holder, name, function, program, lines, inspect.getfile(function), first)
+    return _Code(holder, name, function, program, inspect.getfile(function), first)
 
 
 @cache
-def _parsed(function: FunctionType) -> tuple[ast.Module, tuple[str, ...], int]:
-    """Return the definition of a function without decorators, its lines, and the number of the first."""
+def _parsed(function: FunctionType) -> tuple[ast.Module, int]:
+    """Return the definition of a function without decorators, and the number of its first line."""
     lines, first = inspect.getsourcelines(function)
     program = ast.parse(textwrap.dedent("".join(lines)))
     program.body[0].decorator_list = []  # type: ignore[attr-defined]
-    return program, tuple(lines), first
+    return program, first
 
 
 def _called(code: _Code) -> Iterator[tuple[str, FunctionType]]:
