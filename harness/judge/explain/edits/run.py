@@ -117,14 +117,18 @@ def _edits(function: FunctionType) -> list[Edit]:
 def _under(
     wrong: WrongOperation, code: _Code, edit: Edit, places: torch.Tensor, right: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the rows under a change; None if it does not run, or not to numbers of the same shape."""
+    """Return the rows under a change; None if it does not run, or not to numbers of the same shape, or to zeros alone.
+
+    Many changes give zeros, and so does whatever is not computed or not loaded.
+    """
     assert wrong.rerun is not None
     try:
         with _in_place(code.holder, code.name, code.changed(edit)):
             output = wrong.rerun.run()[places]
     except Exception:  # most changes of a program do not run
         return None
-    return output if output.shape == right.shape and bool(output.isfinite().all()) else None
+    is_said = output.shape == right.shape and bool(output.isfinite().all()) and bool(output.any())
+    return output if is_said else None
 
 
 @contextmanager
