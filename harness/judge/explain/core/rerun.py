@@ -158,10 +158,13 @@ class Budget:
 
 @contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Give a module or a parameter another attribute for the duration of the block."""
-    original = getattr(holder, name)
+    """Give a module or a parameter another attribute for the duration of the block; it is as before afterwards."""
+    was_its_own, original = name in vars(holder), getattr(holder, name)
     try:
         setattr(holder, name, value)
         yield
     finally:
-        setattr(holder, name, original)
+        if name in vars(holder) and not was_its_own:  # the original is its class's
+            delattr(holder, name)
+        else:
+            setattr(holder, name, original)

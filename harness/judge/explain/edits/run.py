@@ -10,7 +10,6 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from harness.judge.explain.any_kind.settings import ran_again
+from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.edits.operators import Edit, edited, edits_of
 
@@ -123,26 +123,12 @@ def _under(
     """
     assert wrong.rerun is not None
     try:
-        with _in_place(code.holder, code.name, code.changed(edit)):
+        with replaced(code.holder, code.name, code.changed(edit)):
             output = wrong.rerun.run()[places]
     except Exception:  # most changes of a program do not run
         return None
     is_said = output.shape == right.shape and bool(output.isfinite().all()) and bool(output.any())
     return output if is_said else None
-
-
-@contextmanager
-def _in_place(holder: Any, name: str, changed: Any) -> Iterator[None]:
-    """Put a function in the place of another one for the duration of the block; the holder is as before afterwards."""
-    was_there, before = name in vars(holder), vars(holder).get(name)
-    try:
-        setattr(holder, name, changed)
-        yield
-    finally:
-        if was_there:
-            setattr(holder, name, before)
-        else:
-            delattr(holder, name)
 
 
 def _codes(wrong: WrongOperation) -> Iterator[_Code]:

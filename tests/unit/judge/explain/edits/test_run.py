@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteMLP
 
 import harness
+from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.edits import run
 
 PROMPT = [5, 17, 99, 23, 64, 8, 41, 30, 77]
@@ -57,7 +58,7 @@ def test_nothing_of_a_change_stays(has_own):
     before = dict(vars(module))
 
     def interrupt():
-        with run._in_place(module, "forward", len):
+        with replaced(module, "forward", len):
             assert module.forward is len
             raise Interrupted
 
@@ -82,7 +83,7 @@ def test_the_changed_code_runs_in_the_place_of_the_right_one():
     x = torch.randn(3, 8)
     right = code.holder(x)
     edit = next(item for item in run._edits(code.function) if item.old == "self.act_fn(self.gate_proj(x))")
-    with run._in_place(code.holder, "forward", code.changed(edit)):
+    with replaced(code.holder, "forward", code.changed(edit)):
         assert not torch.equal(code.holder(x), right)
     assert torch.equal(code.holder(x), right)
     assert code.place(edit).startswith("modeling_granite.py:")
