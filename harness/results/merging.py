@@ -62,15 +62,16 @@ def _median(parts: Sequence[Any], name: str) -> float | None:
     return upper_median((getattr(part, name), part.num_rows) for part in parts)
 
 
+def _common(parts: Sequence[Any], name: str) -> tuple[Any, ...]:
+    first, *others = map(dict.fromkeys, _values(parts, name))
+    return tuple(item for item in first if all(item in values for values in others))
+
+
 WORST = Rule(None)
 TOTAL = Rule(lambda parts, name: sum(_values(parts, name)))
 UNION = Rule(lambda parts, name: tuple(dict.fromkeys(item for value in _values(parts, name) for item in value)))
 """Each item once, in the order of the parts."""
-COMMON = Rule(
-    lambda parts, name: tuple(
-        item for item in getattr(parts[0], name) if all(item in values for values in _values(parts, name))
-    )
-)
+COMMON = Rule(_common)
 """Items that all parts have, in the order of the first."""
 LARGEST = Rule(lambda parts, name: largest(_values(parts, name)))
 SMALLEST = Rule(lambda parts, name: smallest(_values(parts, name)))

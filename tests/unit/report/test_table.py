@@ -17,8 +17,8 @@ from harness.report.check.table import (
     sum_tokens,
     table_rows,
 )
-from harness.results.check import TapResult, Verdict
-from harness.results.merging import TOTAL, mergeable
+from harness.results.check import Coverage, TapResult, Verdict
+from harness.results.merging import TOTAL, mergeable, merged
 
 from .examples import NUM_ROWS, broken, build, check, missing_run, sound_run, wrong_run
 
@@ -162,3 +162,13 @@ def test_every_figure_of_a_tap_is_merged_by_its_rule():
         if "float" in str(field.type):
             better = tap(**{field.name: 3.0})
             assert getattr(merge([worst, better]), field.name) == 3.0, field.name
+
+
+def test_what_one_schedule_reached_is_reached():
+    parts = [
+        Coverage(experts_not_chosen=("gate[0]", "gate[2]", "gate[3]"), not_reached=("batch", "preempted")),
+        Coverage(experts_not_chosen=("gate[3]", "gate[1]", "gate[0]"), not_reached=("preempted",)),
+    ]
+    whole = merged(parts, worst=parts[1])
+    assert (whole.experts_not_chosen, whole.not_reached) == (("gate[0]", "gate[3]"), ("preempted",))
+    assert merged(parts[:1], worst=parts[0]) == parts[0]

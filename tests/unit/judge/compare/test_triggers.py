@@ -8,7 +8,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.recording.manifest import RequestInfo
-from harness.judge.compare.triggers import Traits, reached_triggers
+from harness.judge.compare.triggers import Traits, reached_triggers, unreached_triggers
 from harness.oracle.model import load_model
 
 from ...tiny_models import WINDOW
@@ -51,6 +51,17 @@ def test_what_the_model_decides(traits, name):
     assert name not in reached_triggers(long)
     if name != "gqa":
         assert name not in reached_triggers(recording(step(0, [0] * 4, range(4))), traits)
+
+
+def test_what_was_not_reached_is_what_this_model_and_engine_can_meet():
+    short = recording(step(0, [0] * 4, range(4)))
+    of_any_engine = {"decode", "chunked_prefill", "batch", "ragged_batch", "prefix_hit", "preempted"}
+    assert set(unreached_triggers(short, (), PLAIN)) == of_any_engine
+    assert set(unreached_triggers(short, ("decode", "batch"), None)) == of_any_engine - {"decode", "batch"}
+    limited = Traits(num_groups=2, window=4, original_positions=8)
+    assert set(unreached_triggers(short, (), limited)) == of_any_engine | {"window_exceeded", "rope_extended"}
+    with_blocks = recording(step(0, [0] * 4, range(4), tables={0: [1]}))
+    assert set(unreached_triggers(with_blocks, (), PLAIN)) == of_any_engine | {"new_block", "block_boundary"}
 
 
 def test_a_ragged_batch_holds_requests_of_different_lengths():
