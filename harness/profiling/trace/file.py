@@ -175,9 +175,9 @@ def read_trace(path: Path) -> Trace:
         raise HarnessError(Code.TRACE_DAMAGED, "the trace is empty", where=path, hint="export it again")
     try:
         content = msgspec.json.decode(text, type=_Content)
-        is_list = isinstance(content, list)
-        distributed = None if is_list else content.distributedInfo
-        trace = _columns(content if is_list else content.traceEvents, distributed.rank if distributed else None)
+        document = _Document(content) if isinstance(content, list) else content
+        distributed = document.distributedInfo
+        trace = _columns(document.traceEvents, distributed.rank if distributed else None)
     except msgspec.ValidationError as error:
         what = f"the file is no trace of torch: {error}"
         raise HarnessError(Code.NO_TRACE_EVENTS, what, where=path, expected=_EXPECTED, hint=_EXPORT_HINT) from error
