@@ -320,12 +320,12 @@ class _Dump:
 
     def control(self, value: Value) -> None:
         """See `PairObserver.control`."""
-        self._control[value.operation.tap] = self._own(value)
+        self._control[value.operation.tap] = self._kept_rows(value)
 
     def truth(self, value: Value) -> None:
         """See `PairObserver.truth`."""
         tap = value.operation.tap
-        self.disk.submit(partial(self._write, tap, self._own(value), self._control.pop(tap, None)))
+        self.disk.submit(partial(self._write, tap, self._kept_rows(value), self._control.pop(tap, None)))
         self._num_new += 1
 
     def part_begins(self, call: PartCall) -> None:
@@ -351,7 +351,7 @@ class _Dump:
         if control is not None and rows.is_floating_point():
             self.noise[tap].append(row_errors(control, rows).cpu())
 
-    def _own(self, value: Value) -> torch.Tensor:
+    def _kept_rows(self, value: Value) -> torch.Tensor:
         """Return a copy of the rows that are no padding, and of logits those that choose a token."""
         wanted = self.rows.places
         if value.operation.tap in self.hf.graph.head:

@@ -166,7 +166,7 @@ def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
     table = importlib.import_module(TABLES.get(engine, "engine"))
     if engine == "sglang":  # its settings are of the process: one engine for both
         content.Engine = built = cache(table.Engine)
-        table.open_engine = lambda folder, *, dtype, **_given: built(folder, dtype)
+        table.open_engine = lambda folder, *, dtype, **_options: built(folder, dtype)
     if engine == "nano_vllm" and dtype == "float32" and fault != "as it is":
         fixed(None)
     plant = FAULTS.get(fault, lambda _model: None)

@@ -116,12 +116,12 @@ def figures(folder: Path, dtype: str, prompts: Sequence[list[int]], served: Serv
         for at, row in enumerate(logprobs)
     ]
     cells = [f"{rms(pairs):.2f}", f"{largest(pairs):.2f}"]
-    beyond = [str(is_beyond(pairs))]
+    counts = [str(is_beyond(pairs))]
     for size in ROWS:
         groups = [pairs[at : at + size] for at in range(0, len(pairs) - size + 1, size)]
         cells += [f"{max(map(rms, groups)):.2f}", f"{max(map(largest, groups)):.2f}"]
-        beyond += [f"{sum(map(is_beyond, groups))} of {len(groups)}"]
-    return [*cells, *beyond]
+        counts += [f"{sum(map(is_beyond, groups))} of {len(groups)}"]
+    return [*cells, *counts]
 
 
 def is_beyond(pairs: Sequence[tuple[list[float], list[float]]]) -> bool:

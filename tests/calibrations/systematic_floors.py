@@ -55,11 +55,11 @@ def report(effects_by_group: dict[Group, list[Effect]], num_runs: int, alarms: l
     rows = []
     for (kind, dtype, what), effects in sorted(effects_by_group.items()):
         statistics = sorted(abs(effect.statistic) for effect in effects)
-        beyond = [abs(effect.roundings) for effect in effects if abs(effect.statistic) >= THRESHOLD]
-        largest = f"{max(beyond):.2g}" if beyond else "-"
+        above = [abs(effect.roundings) for effect in effects if abs(effect.statistic) >= THRESHOLD]
+        largest = f"{max(above):.2g}" if above else "-"
         p99 = statistics[int(0.99 * (len(statistics) - 1))]
         rows.append(
-            [kind, dtype, what, f"{len(effects):,}", f"{p99:.1f}", f"{statistics[-1]:.1f}", len(beyond), largest]
+            [kind, dtype, what, f"{len(effects):,}", f"{p99:.1f}", f"{statistics[-1]:.1f}", len(above), largest]
         )
     machine = describe_machine("cpu")
     header = ["operation", "dtype", "effect", "looked at", "99 %", "largest", f"beyond {THRESHOLD:g}", "their size"]

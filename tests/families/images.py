@@ -66,7 +66,7 @@ _VISION = {
 }  # fmt: skip
 _OWN_VISION = {"qwen2_vl": {"hidden_size": 64}}
 _TOKENS = {"image_token_id": IMAGE, "video_token_id": 251, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
-_OWN = {
+_TOKENS_OF_FAMILY = {
     "gemma3": {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END, "mm_tokens_per_image": 4},
     "llava": {"image_token_id": IMAGE},
 }
@@ -83,7 +83,7 @@ def build(family: str, *, seed: int = 0) -> PreTrainedModel:
     config = type(default)(
         text_config=type(text)(**fields).to_dict(),
         vision_config={**sizes, "model_type": vision.model_type},
-        **_OWN.get(family, _TOKENS),
+        **_TOKENS_OF_FAMILY.get(family, _TOKENS),
     )
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

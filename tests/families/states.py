@@ -171,9 +171,9 @@ class Late(Faulty):
 
     def after_piece(self, before: _Held) -> None:
         shown = [item.clone() for item in held(self)]
-        if len(self.pieces) > 1 and hasattr(self, "own"):
-            _put(held(self), self.own)
-        self.own = shown
+        if len(self.pieces) > 1 and hasattr(self, "shown"):
+            _put(held(self), self.shown)
+        self.shown = shown
 
 
 class Twice(Faulty):
@@ -314,14 +314,14 @@ class ForkedLate(Faulty):
         if self.num and len(self.pieces) == self.at + 1:
             early = [item.clone() for item in held(self)]
             again = deepcopy(self.cache)
-            HFDecoder.feed(self, self.fed, **self.given)
+            HFDecoder.feed(self, self.fed, **self.feed_options)
             late = [item.clone() for item in held(self)]
             self.cache = again
             for state, first, second in zip(held(self), early, late, strict=True):
                 state.copy_(torch.cat([first[: self.num], second[self.num :]]))
 
     def feed(self, ids: Sequence[Sequence[int]], **options: Any) -> torch.Tensor:
-        self.fed, self.given = [list(row) for row in ids], options
+        self.fed, self.feed_options = [list(row) for row in ids], options
         return super().feed(ids, **options)
 
 

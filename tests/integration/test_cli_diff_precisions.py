@@ -9,7 +9,7 @@ import torch
 
 from .commands import rewrite
 
-OTHER = "model.layers.1.mlp.up_proj"
+LATER_TAP = "model.layers.1.mlp.up_proj"
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def test_two_precisions_are_measured_in_roundings_of_the_coarser_one(harness, re
 )
 def test_the_first_tap_above_the_level_is_named(harness, recording, coarse, change, is_finite):
     assert measured(harness, recording, coarse, "--close", 1000)[0]["first_above"] is None
-    rewrite(coarse, lambda tensors: change(tensors[OTHER]))
+    rewrite(coarse, lambda tensors: change(tensors[LATER_TAP]))
     document, taps = measured(harness, recording, coarse, "--close", 100)
-    assert document["first_above"]["tap"] == OTHER
-    assert (taps[OTHER]["num_not_finite"] == 0) is is_finite
+    assert document["first_above"]["tap"] == LATER_TAP
+    assert (taps[LATER_TAP]["num_not_finite"] == 0) is is_finite
     assert ("H042" not in harness("diff", recording, coarse).out) is is_finite
     assert measured(harness, recording, coarse, "--taps", "lm_head")[1].keys() == {"lm_head"}
 
@@ -68,8 +68,8 @@ def with_tokens(folder, target, at, *, request=0):
 
 def test_rows_behind_the_first_other_token_are_left_out(harness, recording, coarse, tmp_path):
     _, whole = measured(harness, recording, coarse)
-    document, parted = measured(harness, recording, with_tokens(coarse, tmp_path / "later", -1))
-    assert parted["model.norm"]["num_rows"] < whole["model.norm"]["num_rows"]
+    document, diverged = measured(harness, recording, with_tokens(coarse, tmp_path / "later", -1))
+    assert diverged["model.norm"]["num_rows"] < whole["model.norm"]["num_rows"]
     assert any("the tokens differ from position" in note for note in document["notes"])
     for folder in (coarse, tmp_path / "later"):  # of another request than the one that parts behind its prompt
         ran = harness("diff", recording, with_tokens(folder, tmp_path / f"{folder.name}-prompt", 0, request=1))

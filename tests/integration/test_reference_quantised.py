@@ -141,10 +141,10 @@ def with_the_scales_twice(self, x, weight, bias):
 
 
 def of_the_next_output_in_down(self, x, weight, bias):
-    return (with_the_scales_of_the_next_output if len(weight) == 96 else OWN)(self, x, weight, bias)
+    return (with_the_scales_of_the_next_output if len(weight) == 96 else RIGHT_PRODUCT)(self, x, weight, bias)
 
 
-OWN = Int8Product.__call__
+RIGHT_PRODUCT = Int8Product.__call__
 
 
 @pytest.mark.sampled(2)
@@ -170,7 +170,7 @@ def test_experts_that_use_other_scales_are_found(harness, experts, monkeypatch, 
             is_expert.pop()
 
     monkeypatch.setattr(Expert, "__call__", in_expert)
-    monkeypatch.setattr(Int8Product, "__call__", lambda *args: (mistake if is_expert else OWN)(*args))
+    monkeypatch.setattr(Int8Product, "__call__", lambda *args: (mistake if is_expert else RIGHT_PRODUCT)(*args))
     result = of_experts(harness, experts, dtype)
     first = result["runs"][0]["first_divergence"]
     assert (result["verdict"], first["tap"]) == ("mismatch", "model.layers.0.mlp.experts")

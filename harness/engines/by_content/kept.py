@@ -113,12 +113,12 @@ class KeptStates:
 
     def __init__(self, stepper: Stepper, places: Places) -> None:
         """Take an engine, and the places of states that are not named; see `find_places`."""
-        self._own: Callable[[int], Shown] | None = getattr(stepper, "states", None)
+        self._show_states: Callable[[int], Shown] | None = getattr(stepper, "states", None)
         self._places = places
 
     def read(self, number: int) -> dict[Key, torch.Tensor]:
         """Return the states of a request, by its number in the engine: as HF has them, or one column fewer."""
-        layers = {} if self._own is None else self._own(number)
+        layers = {} if self._show_states is None else self._show_states(number)
         states = dict[Key, torch.Tensor]()
         for layer, shown in layers.items():
             if isinstance(shown, Mapping):
@@ -152,10 +152,12 @@ def find_places(stepper: Stepper, hf: HFModel, number: int) -> Places:
     with HFDecoder(hf) as decoder:
         decoder.feed([ids])
         states = {key: state[0] for key, state in decoder.states.items()}
-    return {key: _found(key, state, shown.get(key[0], ())) for key, state in states.items()}
+    return {key: _nearest_place(key, state, shown.get(key[0], ())) for key, state in states.items()}
 
 
-def _found(key: Key, state: torch.Tensor, shown: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> _Place | None:
+def _nearest_place(
+    key: Key, state: torch.Tensor, shown: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+) -> _Place | None:
     """Return the place that holds what is nearest to a state; None where nothing is near."""
     if isinstance(shown, Mapping):
         return None

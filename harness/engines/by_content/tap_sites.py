@@ -108,7 +108,7 @@ class LaterSteps:
         """Sources that hold a tap for certain."""
         self._pending: dict[str, list[_Read]] = {}
         """Tensors that hold a tap's value at position 0, and not at later ones."""
-        self._found: dict[str, _Read] = {}
+        self._best_reads: dict[str, _Read] = {}
         self.taps: dict[str, MappedTap] = {}
         self.uncertain: dict[str, str] = {}
 
@@ -126,7 +126,7 @@ class LaterSteps:
         for operation in reversed(self._hf.graph.operations):
             lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
             lost = [item for item in lost if item.kind not in _NO_VALUES]
-            if lost and not operation.is_kept and self._own(operation.tap) is not None:
+            if lost and not operation.is_kept and self._best_read(operation.tap) is not None:
                 self._find_by(operation, lost)
         self._prefer_content()
         if returned is not None:  # the engine serves these, even if a product before them holds HF's logits
@@ -173,7 +173,7 @@ class LaterSteps:
 
         ordered = sorted(reads, key=is_indirect)
         self.uncertain.pop(tap, None)
-        self._found[tap] = ordered[0]
+        self._best_reads[tap] = ordered[0]
         self.taps[tap] = MappedTap(
             tap=tap,
             evidence=evidence,
@@ -201,9 +201,9 @@ class LaterSteps:
         ]
         return _Read(source, torch.cat(rows), is_sampled_only=is_by_request) if len(rows) == len(items) else None
 
-    def _own(self, tap: str) -> _Read | None:
+    def _best_read(self, tap: str) -> _Read | None:
         """Return the tensor that was found for a tap, or that may be it."""
-        return self._found.get(tap) or next(reversed(self._pending.get(tap, ())), None)
+        return self._best_reads.get(tap) or next(reversed(self._pending.get(tap, ())), None)
 
     def _find_by(self, reader: Operation, lost: Sequence[Operation]) -> None:
         """Take the tensors for inputs of an operation from which HF computes what the engine has for it."""
@@ -245,7 +245,7 @@ class LaterSteps:
         errors: dict[str, float] = {}
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
-            read = taken.get(operation.tap) or self._own(operation.tap)
+            read = taken.get(operation.tap) or self._best_read(operation.tap)
             if read is None:
                 return None
             if operation.tap in taken or operation.tap == reader.tap:
@@ -278,7 +278,7 @@ class LaterSteps:
         taken, needed = dict[str, list[_Read]](), set[str]()
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
-            tap, current = operation.tap, self._found.get(operation.tap)
+            tap, current = operation.tap, self._best_reads.get(operation.tap)
             if current is None:
                 return None
             if not self._holds(current, value) and self.taps[tap].evidence not in _CERTAIN:

@@ -134,7 +134,7 @@ class Forward:
         self._fills = {name: fill for name, fill in _FILLED.items() if name in parameters}
         self._fills |= {name: fill for name, fill in _FILLED_IF_REQUIRED.items() if is_required.get(name)}
         self._required = {name: fill for name, fill in self._fills.items() if is_required[name]}
-        unknown = [name for name, required in is_required.items() if required and name not in self._given]
+        unknown = [name for name, required in is_required.items() if required and name not in self._passed_arguments]
         if unknown:
             raise self._error(
                 f"its forward needs the argument {unknown[0]!r}, which the harness does not know",
@@ -214,7 +214,7 @@ class Forward:
             )
 
     @property
-    def _given(self) -> set[str]:
+    def _passed_arguments(self) -> set[str]:
         return {*self._fills, *(() if self._cache is None else (self._cache,))}
 
     def _ids_argument(self, parameters: Mapping[str, inspect.Parameter]) -> str:

@@ -187,7 +187,7 @@ class _Table:
 
         Of a pair nothing is taken: the residual is still to be added.
         """
-        inputs = self._given(path, "hidden_states", f"{path}.input") if layer_of(f"{path}.x") == 0 else {}
+        inputs = self._argument_tap(path, "hidden_states", f"{path}.input") if layer_of(f"{path}.x") == 0 else {}
         is_whole = self._calls is not None and self._calls.by_path[path].is_single
         output = self._returned(path, path) if is_whole else None
         return Entry(module=path, inputs=inputs, output=output) if inputs or output else None
@@ -205,7 +205,9 @@ class _Table:
         if any(kind.endswith("Norm") for kind in kinds):
             return self._norm(path)
         if "LinearBase" in kinds:
-            return Entry(module=path, inputs=self._given(path, 0, f"{path}.input"), output=self._linear(path, module))
+            return Entry(
+                module=path, inputs=self._argument_tap(path, 0, f"{path}.input"), output=self._linear(path, module)
+            )
         if kinds & {"Attention", "RadixAttention"}:
             return self._attention(path)
         if path.endswith(".experts"):
@@ -222,7 +224,9 @@ class _Table:
         That is the residual which the norm has updated and returns; or its argument, where it updates none.
         """
         if self._calls is not None and self._calls.by_path[path].is_single:
-            return Entry(module=path, inputs=self._given(path, 0, f"{path}.input"), output=self._returned(path, path))
+            return Entry(
+                module=path, inputs=self._argument_tap(path, 0, f"{path}.input"), output=self._returned(path, path)
+            )
         normed, residual = self._returned(path, path), self._returned(path, f"{path}.input", field=1)
         return Entry(module=path, output=None if normed is None and residual is None else Fields(normed, residual))
 
@@ -244,7 +248,7 @@ class _Table:
         inputs: dict[int | str, Value] = {}
         for place, name in enumerate(("query", "key", "value")):
             if not self._is_scaled(f"{parent}.{name}"):
-                inputs |= self._given(path, place, f"{parent}.{name}")
+                inputs |= self._argument_tap(path, place, f"{parent}.{name}")
         return Entry(module=path, inputs=inputs, output=self._returned(path, f"{parent}.context"))
 
     def _is_scaled(self, name: str) -> bool:
@@ -260,7 +264,7 @@ class _Table:
         has_shared = getattr(module, "shared_experts", None) is not None
         return self._returned(path, path.rpartition(".")[0] if has_shared else path)
 
-    def _given(self, path: str, place: int | str, name: str) -> dict[int | str, Value]:
+    def _argument_tap(self, path: str, place: int | str, name: str) -> dict[int | str, Value]:
         """Return the tap of an argument by its place, if it has the shape of one."""
         call = None if self._calls is None else self._calls.by_path[path]
         tap = self._tap(name, None if call is None else (call.argument(place),))

@@ -26,7 +26,7 @@ def _next(num_heads: int, num_kv: int) -> torch.Tensor:
     return (torch.arange(num_heads) // (num_heads // num_kv) + 1) % num_kv
 
 
-def _own(num_heads: int, num_kv: int) -> torch.Tensor:
+def _grouped(num_heads: int, num_kv: int) -> torch.Tensor:
     return torch.arange(num_heads) // (num_heads // num_kv)
 
 
@@ -113,7 +113,8 @@ FAULTS = [
            everywhere(value_heads=_next), "the values of the wrong KV heads", "attention", schedule="chunked:7",
            **_BF16, **_LLAMA),
     _fault("keys-of-the-next-head", _ATTENTION, "Query heads read the keys of the next KV head.",
-           everywhere(heads=_next, value_heads=_own), "the keys of the wrong KV heads", "attention", SECOND, **_FP16),
+           everywhere(heads=_next, value_heads=_grouped), "the keys of the wrong KV heads", "attention", SECOND,
+           **_FP16),
     _fault("soft-cap-added", _ATTENTION, "The scores have a soft cap.", everywhere(softmax=_capped(3.0)),
            "a soft cap of 3 is applied to the scores", "attention", SECOND),
     _fault("soft-cap-added-in-bfloat16", _ATTENTION, "The scores have a soft cap.", everywhere(softmax=_capped(2.0)),

@@ -184,7 +184,7 @@ class Comparer:
     num_rounds: int = 0
 
     def __post_init__(self) -> None:
-        self._found = {change.name: _Comparison(change) for change in CHANGES if self._is_offered(change)}
+        self._comparisons = {change.name: _Comparison(change) for change in CHANGES if self._is_offered(change)}
 
     def run(self, seconds: float, seed: int) -> bool:
         """Compare round after round until the time is over; return whether it was interrupted."""
@@ -200,7 +200,7 @@ class Comparer:
     @property
     def _has_compared(self) -> bool:
         """Whether some change did not end in an error: where all have, another round says nothing more."""
-        return any(comparison.error is None and comparison.refusal is None for comparison in self._found.values())
+        return any(comparison.error is None and comparison.refusal is None for comparison in self._comparisons.values())
 
     def _is_offered(self, change: Variation) -> bool:
         return all(run.parsed().name in self.engine.capabilities.schedules for run in change.runs)
@@ -209,8 +209,8 @@ class Comparer:
         """Try every change on one set of requests; a run that two changes share is run once."""
         with scratch_folder("harness-") as folder:
             runs: dict[RunSetting, _Recorded | HarnessError] = {}
-            for at, comparison in enumerate(self._found.values()):
-                self.progress(f"{self.plan.case.engine}, round {self.num_rounds + 1}", at, len(self._found))
+            for at, comparison in enumerate(self._comparisons.values()):
+                self.progress(f"{self.plan.case.engine}, round {self.num_rounds + 1}", at, len(self._comparisons))
                 for run in comparison.change.runs:
                     if run not in runs:
                         runs[run] = self._recorded(run, prompts, folder / str(len(runs)))
@@ -255,7 +255,7 @@ class Comparer:
         return tuple(self._result(change) for change in CHANGES)
 
     def _result(self, change: Variation) -> ScheduleChange:
-        comparison = self._found.get(change.name)
+        comparison = self._comparisons.get(change.name)
         sites = list(dict.fromkeys(operation.site for operation in self.hf.graph if operation.kind.value != "cache"))
         return ScheduleChange(
             name=change.name,

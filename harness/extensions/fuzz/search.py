@@ -63,14 +63,14 @@ def smaller(workload: Searched) -> Iterator[Searched]:
             yield half
     if len(numbers) > 1:
         yield from (without_request(workload, at) for at in reversed(numbers))
-    yield _each(workload, lambda request: replace(request, arrival=0, is_aborted=False))
+    yield _map_requests(workload, lambda request: replace(request, arrival=0, is_aborted=False))
     for name, _ in workload.limits:
         yield workload.with_limit(name, None)
     for at in numbers:
         yield from (_with(workload, at, request) for request in _simpler(workload.requests[at]))
     yield from _with_smaller_sizes(workload)
-    yield _each(workload, lambda request: replace(request, prompt_length=max(1, request.prompt_length // 2)))
-    yield _each(workload, lambda request: replace(request, num_new=min(2, request.num_new)))
+    yield _map_requests(workload, lambda request: replace(request, prompt_length=max(1, request.prompt_length // 2)))
+    yield _map_requests(workload, lambda request: replace(request, num_new=min(2, request.num_new)))
     for at in numbers:
         yield from (_with(workload, at, request) for request in _shorter(workload.requests[at]))
     if workload.schedule is not None and ":" not in workload.schedule and workload.schedule != "plain":
@@ -113,7 +113,7 @@ def _with(workload: Searched, at: int, request: SearchedRequest) -> Searched:
     return replace(workload, requests=(*workload.requests[:at], request, *workload.requests[at + 1 :]))
 
 
-def _each(workload: Searched, change: Callable[[SearchedRequest], SearchedRequest]) -> Searched:
+def _map_requests(workload: Searched, change: Callable[[SearchedRequest], SearchedRequest]) -> Searched:
     return replace(workload, requests=tuple(map(change, workload.requests)))
 
 

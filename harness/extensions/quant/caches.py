@@ -158,7 +158,7 @@ def run_engine_cache(plan: Plan, hf: HFModel, sequences: Sequences, scratch: Pat
             )
             rows = _rows(folder, before_head.tap, len(ids), plan.case.engine)
             shutil.rmtree(folder)
-            with _given(hf, before_head, rows):
+            with _replaced_output(hf, before_head, rows):
                 engine.append(log_probabilities(hf, ids))
         numerics = subject.capabilities.numerics or Numerics()
     cost = format_cost(numerics, hf, sequences, f"--engine {plan.case.engine}")
@@ -199,7 +199,7 @@ def _rows(folder: Path, tap: str, num_tokens: int, engine: str) -> torch.Tensor:
 
 
 @contextmanager
-def _given(hf: HFModel, operation: Operation, rows: torch.Tensor) -> Iterator[None]:
+def _replaced_output(hf: HFModel, operation: Operation, rows: torch.Tensor) -> Iterator[None]:
     """Let HuggingFace's model go on with an engine's rows of an operation."""
 
     def exchanged(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ def expand(files: Sequence[Path], matrix: Matrix | None = None, *, where: object
             sources[expanded.name] = source
             cases.append(expanded)
     _refuse_unknown_labels(matrix, cases, where)
-    kept = [_ruled(case, matrix.rules) for case in cases if not _is_any(case, matrix.exclude)]
+    kept = [_ruled(case, matrix.rules) for case in cases if not _matches_any(case, matrix.exclude)]
     if not kept:
         raise HarnessError(Code.BAD_SUITE, "the suite has no case", where=where, hint="see `exclude` in the matrix")
     return kept
@@ -247,7 +247,7 @@ def _has(case: SuiteCase, labels: Mapping[str, str]) -> bool:
     return all(case.labels.get(axis) == value for axis, value in labels.items())
 
 
-def _is_any(case: SuiteCase, selections: Sequence[Mapping[str, str]]) -> bool:
+def _matches_any(case: SuiteCase, selections: Sequence[Mapping[str, str]]) -> bool:
     return any(_has(case, labels) for labels in selections)
 
 

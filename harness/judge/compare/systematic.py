@@ -257,12 +257,12 @@ def beyond_control(effects: Effects | None, control: Effects | None, *, allowanc
     """
     if effects is None:
         return None
-    beyond = []
+    unexplained = []
     for effect in (item for item in effects.significant() if abs(item.roundings) > allowance):
         of_control = control.like(effect) if control is not None else None
         if of_control is None or effects.is_significant(_excess(effect, of_control)):
-            beyond.append(effect)
-    return max(beyond, key=lambda effect: abs(effect.statistic), default=None)
+            unexplained.append(effect)
+    return max(unexplained, key=lambda effect: abs(effect.statistic), default=None)
 
 
 def _excess(effect: Effect, control: Effect) -> Effect:

@@ -151,20 +151,20 @@ class _Marks:
 
     def __init__(self, parts: Sequence[str], layers: Sequence[str]) -> None:
         self._parts, self._layers = parts, layers
-        self._found: list[tuple[str, int, float]] = []
+        self._events: list[tuple[str, int, float]] = []
 
     def note(self, label: str, done: int, _total: int) -> None:
         """See `Progress`."""
-        self._found.append((label, done, _clock()))
+        self._events.append((label, done, _clock()))
 
     def begin(self, phase: str) -> float:
         """Return the time at which the first part of a phase was finished."""
-        return next(at for label, _, at in self._found if label.startswith(phase))
+        return next(at for label, _, at in self._events if label.startswith(phase))
 
     def seconds(self, phase: str) -> _Seconds:
         """Return the seconds of a phase, without its first part, the embedding."""
         seconds = _Seconds()
-        for (before, _, begin), (label, done, end) in pairwise(self._found):
+        for (before, _, begin), (label, done, end) in pairwise(self._events):
             if before == label and label.startswith(phase):
                 if self._parts[done - 1] in self._layers:
                     seconds.layers += end - begin

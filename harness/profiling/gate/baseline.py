@@ -19,7 +19,7 @@ from harness.base.files import parse_json, read_bytes, read_text, write_text, wr
 from harness.errors import Code, HarnessError
 from harness.results.gate import GateChange, GateResult
 
-Found = TypeVar("Found")
+Figures = TypeVar("Figures")
 PROFILE_NAME = "profile.json"
 """Name of the file with the whole profile, in the folder of its captures."""
 _COUNTS = ("num_python_calls", "num_allocations", "num_kept")
@@ -98,7 +98,7 @@ def read_profile(path: Path) -> BaselineEntry:
     return from_profile(path, _entry)
 
 
-def from_profile(path: Path, read: Callable[[Any], Found]) -> Found:
+def from_profile(path: Path, read: Callable[[Any], Figures]) -> Figures:
     """Return what `read` finds in a profile, which is named by its folder or its `profile.json`.
 
     Raises:
@@ -189,8 +189,8 @@ def _needs(phase: Mapping[str, Any]) -> PhaseNeeds:
     return PhaseNeeds(
         operators=operators,
         places=places,
-        counts=_given({name: phase[name] for name in _COUNTS}),
-        amounts=_given(
+        counts=_measured({name: phase[name] for name in _COUNTS}),
+        amounts=_measured(
             {
                 "flops": phase["flops_measured"],
                 "bytes_moved": sum(count["bytes_moved"] for count in phase["counts"]),
@@ -202,7 +202,7 @@ def _needs(phase: Mapping[str, Any]) -> PhaseNeeds:
     )
 
 
-def _given(needs: Mapping[str, int | None]) -> dict[str, int]:
+def _measured(needs: Mapping[str, int | None]) -> dict[str, int]:
     return {name: value for name, value in needs.items() if value is not None}
 
 

@@ -7,7 +7,7 @@ category of kernels with the largest change is named, of the second what the hos
 from collections.abc import Sequence
 from operator import attrgetter
 
-from harness.profiling.trace.kernels import CATEGORIES, OTHER
+from harness.profiling.trace.kernels import CATEGORIES, UNCATEGORIZED
 from harness.profiling.trace.steps import WAITING, WHOLE
 from harness.results.trace import OperatorChange, PhaseChange, StepFigure, TraceDiff
 
@@ -136,7 +136,7 @@ def _largest(rows: Sequence[OperatorChange], *devices: str) -> OperatorChange | 
 def _kernels(phase: PhaseChange, rows: Sequence[OperatorChange]) -> str:
     """Return the category of kernels that changed most, and what changed in it."""
     busy = phase.measure("device busy us")
-    categories = [phase.measure(f"{name} us") for name in (*CATEGORIES, OTHER)]
+    categories = [phase.measure(f"{name} us") for name in (*CATEGORIES, UNCATEGORIZED)]
     if _changed_together(categories, busy) and not phase.measure("kernels").added:
         return f"all kernels take {busy.after / busy.before:.2g} times as long: clocks, power, or another card"
     largest = max(categories, key=lambda measure: measure.added * busy.added)

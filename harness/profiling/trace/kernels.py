@@ -30,7 +30,7 @@ _EXPRESSIONS = {name: re.compile(text) for name, text in CATEGORIES.items()}
 _INDUCTOR = re.compile(r"triton_(?:poi|red|per|for)_fused_")
 """Kernels that a compiler made of elementwise operations and reductions, whose name lists neighbours as well."""
 _OF_INDUCTOR = ("norm", "activation")
-OTHER = "other"
+UNCATEGORIZED = "other"
 
 _GENERIC = re.compile(
     r"(?:device_kernel|gpu_kernel_impl\w*|enable_\w+|\w*TensorIterator\w*|\w*OffsetCalculator|array|lambda|operator|const|void"
@@ -47,7 +47,7 @@ def category_of(name: str) -> str:
     """Return what a kernel is for: a key of `CATEGORIES`, or `other`."""
     small = _short(name).lower()
     possible = _OF_INDUCTOR if _INDUCTOR.match(name) else _EXPRESSIONS
-    return next((category for category in possible if _EXPRESSIONS[category].search(small)), OTHER)
+    return next((category for category in possible if _EXPRESSIONS[category].search(small)), UNCATEGORIZED)
 
 
 def readable(name: str) -> str:

@@ -69,7 +69,7 @@ def search(make: Callable[[], Machine], settings: Settings, *, is_first_enough: 
 
     `is_first_enough`: end at the first example that breaks one.
     """
-    examples = _Found(make, is_first_enough=is_first_enough)
+    examples = _Examples(make, is_first_enough=is_first_enough)
     with time_limit(CALL_LIMIT_S):
         is_steady = _run(examples, settings)
     with time_limit(SHRINKING_LIMIT_S):
@@ -81,7 +81,7 @@ def search(make: Callable[[], Machine], settings: Settings, *, is_first_enough: 
     return SearchReport(findings=worst_first, num_examples=examples.num_examples, rejections=examples.rejections)
 
 
-def _run(examples: "_Found", settings: Settings) -> bool:
+def _run(examples: "_Examples", settings: Settings) -> bool:
     """Run all examples; tell whether the code under test took the same course whenever the same was drawn."""
     for restart in range(MOST_RESTARTS):
         left = Settings(settings, max_examples=max(1, settings.max_examples - examples.num_examples))
@@ -122,7 +122,7 @@ class Hits:
             self.is_finding, self._num_calls = is_finding, len(subject.calls)
 
 
-class _Found:
+class _Examples:
     """The violations of the examples so far."""
 
     def __init__(self, make: Callable[[], Machine], *, is_first_enough: bool) -> None:

@@ -2162,7 +2162,7 @@ fault(
 
 # --- a step engine, whose taps are found by content ----------------------------------------------------------------------
 
-OWN = r"layers\.0\..*"
+LAYER_0 = r"layers\.0\..*"
 
 
 def stepped(wrong: str, what: str, where: str, row: int | None, says: str | None, **more: Any) -> None:
@@ -2172,14 +2172,14 @@ def stepped(wrong: str, what: str, where: str, row: int | None, says: str | None
 stepped(
     "whole-head",
     "the whole head is rotated instead of a quarter",
-    OWN + "(rope|attention|context|cache|dense)",
+    LAYER_0 + "(rope|attention|context|cache|dense)",
     1,
     ROTARY + "|partial",
 )
 stepped(
     "fused-by-part",
     "rows of the fused product are read by part instead of by head",
-    OWN,
+    LAYER_0,
     0,
     ORDER + "|head|part",
     dtype=BF16,
@@ -2187,7 +2187,7 @@ stepped(
 stepped(
     "chunk-positions",
     "positions begin anew in each chunk",
-    OWN + "(rope|attention|context|cache|dense)",
+    LAYER_0 + "(rope|attention|context|cache|dense)",
     7,
     POSITION + "|" + ROTARY,
     schedule="chunked:7",
@@ -2195,7 +2195,7 @@ stepped(
 stepped(
     "decode-position",
     "queries of decode are rotated by the position before",
-    OWN + "(rope|attention|context|dense)",
+    LAYER_0 + "(rope|attention|context|dense)",
     PROMPT,
     POSITION + "|" + ROTARY,
     schedule="batched",
@@ -2203,7 +2203,7 @@ stepped(
 stepped(
     "block-boundary",
     "the first slot of the third block is not written: its key goes into the slot before",
-    OWN,
+    LAYER_0,
     None,
     "slot|position|key|cache|block|place|written",
     request=None,
@@ -2219,7 +2219,7 @@ stepped(
 stepped(
     "value-heads-rolled",
     "values are stored under the next head",
-    OWN + "(cache|attention|context|dense|value)",
+    LAYER_0 + "(cache|attention|context|dense|value)",
     0,
     HEADS,
     dtype=F16,
@@ -2227,14 +2227,14 @@ stepped(
 stepped(
     "table-of-the-first",
     "every request reads by the first one's block table",
-    OWN + "(attention|context|dense)",
+    LAYER_0 + "(attention|context|dense)",
     None,
     "request|table|block|slot|place|position|history",
     schedule="batched",
     request=None,
 )
-stepped("strict-mask", "no token but the first sees itself", OWN + "(attention|context|dense)", 1, MASK, dtype=BF16)
-stepped("scale", "scores are scaled by 1/sqrt(hidden size)", OWN + "(attention|context|dense)", 1, SCALE)
+stepped("strict-mask", "no token but the first sees itself", LAYER_0 + "(attention|context|dense)", 1, MASK, dtype=BF16)
+stepped("scale", "scores are scaled by 1/sqrt(hidden size)", LAYER_0 + "(attention|context|dense)", 1, SCALE)
 stepped("eps", "the eps of a norm is 1e-3", r"layers\.0\.input_layernorm", 0, "eps")
 stepped("dense-bias", "a bias is left out", r"layers\.0\.attention\.dense", 0, "bias", dtype=F16)
 stepped(
@@ -2248,7 +2248,7 @@ stepped("gelu", "GELU by its tanh formula", r"layers\.0\.mlp\..*", 0, "tanh|gelu
 stepped(
     "cache-bfloat16",
     "keys and values are kept in bfloat16 by a float32 engine",
-    OWN + "(cache|attention|context|dense|rope|value)",
+    LAYER_0 + "(cache|attention|context|dense|rope|value)",
     0,
     ROUND,
 )

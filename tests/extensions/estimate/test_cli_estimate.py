@@ -6,23 +6,23 @@ import pytest
 
 from harness.cli.main import run
 
-GIVEN = ["estimate", "--model", "qwen3-tiny", "--gpu", "h100", "--requests", "2", "--context", "16"]
+COMMAND = ["estimate", "--model", "qwen3-tiny", "--gpu", "h100", "--requests", "2", "--context", "16"]
 
 
 def test_the_forms_say_the_same(capsys):
-    assert run([*GIVEN, "--format", "json"]) == 0
+    assert run([*COMMAND, "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (gpu,) = document["gpus"]
     assert (document["kind"], document["num_requests"], gpu["gpu"], gpu["fits"]) == ("estimate", 2, "H100-SXM", True)
     for form in ("human", "markdown"):
-        assert run([*GIVEN, "--format", form]) == 0
+        assert run([*COMMAND, "--format", form]) == 0
         shown = capsys.readouterr().out
         assert f"{document['size']['num_parameters']:,} parameters" in shown
         assert f"{gpu['decode_step_s'] * 1e3:,.3f}" in shown
 
 
 def test_a_dtype_has_its_short_name_too(capsys):
-    assert run([*GIVEN, "--dtype", "bf16", "--cache-dtype", "fp8"]) == 0
+    assert run([*COMMAND, "--dtype", "bf16", "--cache-dtype", "fp8"]) == 0
     assert "weights in bfloat16, cache in float8" in capsys.readouterr().out
 
 
@@ -35,7 +35,7 @@ def test_a_dtype_has_its_short_name_too(capsys):
     ],
 )
 def test_what_it_does_not_know_is_bad_input(capsys, options, words):
-    assert run([*GIVEN, *options]) == 2
+    assert run([*COMMAND, *options]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -58,14 +58,14 @@ def test_a_profile_stands_beside_the_best_that_a_gpu_could_do(tmp_path, capsys):
     ]  # fmt: skip
     written = {"engine": "hf", "model": "qwen3-tiny", "dtype": "bfloat16", "device": "cpu", "phases": phases}
     (tmp_path / "profile.json").write_text(json.dumps(written))
-    assert run([*GIVEN, "--profile", str(tmp_path), "--format", "json"]) == 0
+    assert run([*COMMAND, "--profile", str(tmp_path), "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (gpu,), measured = document["gpus"], {phase["name"]: phase for phase in document["measured"]["phases"]}
     assert measured["decode"]["measured_s"] == 0.003
     assert measured["decode"]["best_s"] == [pytest.approx(gpu["decode_step_s"])]
     assert measured["prefill"]["best_s"] == [pytest.approx(gpu["prefill_s"], rel=0.01)]
     assert measured["chunked"]["best_s"][0] > measured["prefill"]["best_s"][0]  # the weights are read twice
-    assert run([*GIVEN, "--profile", str(tmp_path)]) == 0
+    assert run([*COMMAND, "--profile", str(tmp_path)]) == 0
     assert "measured: hf on cpu, qwen3-tiny in bfloat16:" in capsys.readouterr().out
 
 
@@ -86,7 +86,7 @@ STEP = (
 def test_a_folder_without_a_profile_is_bad_input(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "profile.json").write_text(content)
-    assert run([*GIVEN, "--profile", str(tmp_path)]) == 2
+    assert run([*COMMAND, "--profile", str(tmp_path)]) == 2
     assert "H079" in capsys.readouterr().err
 
 

@@ -33,7 +33,7 @@ class RotaryEmbedding(RMSNorm):
     pass
 
 
-class Other(RMSNorm):
+class UnknownModule(RMSNorm):
     pass
 
 
@@ -76,20 +76,20 @@ def tables():
 
 @pytest.mark.parametrize(("buffers"), [pytest.param(held, id=name) for name, held in tables()])
 def test_frequencies_and_theta_follow_from_the_numbers(buffers):
-    settings = shown(Other(**buffers))
+    settings = shown(UnknownModule(**buffers))
     (table,) = settings.rope_frequencies
     torch.testing.assert_close(torch.tensor(table), frequencies(), rtol=1e-5, atol=0)
     assert settings.rope_theta == (THETA,)
 
 
 def test_a_scaled_table_shows_no_theta():
-    settings = shown(Other(inv_freq=frequencies() / 4))
+    settings = shown(UnknownModule(inv_freq=frequencies() / 4))
     assert settings.rope_theta == ()
     assert len(settings.rope_frequencies) == 1
 
 
 NOT_UNDERSTOOD = {
-    "a small number of no norm": Other(eps=1e-8),
+    "a small number of no norm": UnknownModule(eps=1e-8),
     "a tensor for a number": RMSNorm(eps=torch.tensor(1e-6)),
     "no eps": RMSNorm(eps=None),
     "a switch": SelfAttention(sliding_window=True),
@@ -97,17 +97,17 @@ NOT_UNDERSTOOD = {
     "bounds of a window": SelfAttention(sliding_window=(511, 0)),
     "a scale that stands in the weights": SelfAttention(scaling=1.0),
     "a scale for powers of two": SelfAttention(scaling=256**-0.5 * 1.4426950408889634),
-    "the head size of no attention": Other(head_dim=64),
-    "frequencies that were rounded": Other(inv_freq=frequencies().bfloat16()),
-    "frequencies without values": Other(inv_freq=frequencies().to("meta")),
-    "frequencies of two dimensions": Other(inv_freq=frequencies()[None]),
-    "cosines of something else": Other(cos=torch.rand(50, 8), sin=torch.rand(50, 8)),
-    "tables that were rounded": Other(cos_sin_cache=torch.cat(cosine_and_sine(frequencies()), dim=-1).half()),
-    "tables that are not filled": Other(cos=torch.ones(50, 8), sin=torch.zeros(50, 8)),
-    "frequencies that are not filled": Other(inv_freq=torch.zeros(8)),
-    "a short table": Other(cos=torch.ones(1, 8), sin=torch.zeros(1, 8)),
-    "tables of unequal shapes": Other(cos=torch.ones(50, 8), sin=torch.zeros(50, 4)),
-    "the base of no rotary": Other(base=10000),
+    "the head size of no attention": UnknownModule(head_dim=64),
+    "frequencies that were rounded": UnknownModule(inv_freq=frequencies().bfloat16()),
+    "frequencies without values": UnknownModule(inv_freq=frequencies().to("meta")),
+    "frequencies of two dimensions": UnknownModule(inv_freq=frequencies()[None]),
+    "cosines of something else": UnknownModule(cos=torch.rand(50, 8), sin=torch.rand(50, 8)),
+    "tables that were rounded": UnknownModule(cos_sin_cache=torch.cat(cosine_and_sine(frequencies()), dim=-1).half()),
+    "tables that are not filled": UnknownModule(cos=torch.ones(50, 8), sin=torch.zeros(50, 8)),
+    "frequencies that are not filled": UnknownModule(inv_freq=torch.zeros(8)),
+    "a short table": UnknownModule(cos=torch.ones(1, 8), sin=torch.zeros(1, 8)),
+    "tables of unequal shapes": UnknownModule(cos=torch.ones(50, 8), sin=torch.zeros(50, 4)),
+    "the base of no rotary": UnknownModule(base=10000),
 }
 
 

@@ -48,7 +48,7 @@ def test_what_the_harness_raises_stays_what_it_is(hf):
 
 
 def test_what_a_hook_of_somebody_raises_stays_what_it_is(hf):
-    def hook(*_given):
+    def hook(*_arguments):
         raise ZeroDivisionError
 
     hf.module("model.layers.1.mlp").register_forward_hook(hook)

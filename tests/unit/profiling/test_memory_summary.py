@@ -17,8 +17,8 @@ from harness.results.memory import MemoryPlace
 
 MIB = 2**20
 TORCH = {"filename": "/site-packages/torch/nn/functional.py", "line": 9, "name": "linear"}
-OWN = {"filename": "engine/model.py", "line": 12, "name": "forward"}
-OTHER = {"filename": "engine/cache.py", "line": 3, "name": "grow"}
+FORWARD = {"filename": "engine/model.py", "line": 12, "name": "forward"}
+GROW = {"filename": "engine/cache.py", "line": 3, "name": "grow"}
 CPP = {"filename": "??", "line": 0, "name": "at::native::empty"}
 
 
@@ -39,18 +39,20 @@ def segment(blocks, device=0):
 
 SNAPSHOT = {
     "segments": [
-        segment([block(0, 4 * MIB, requested=3 * MIB, frames=[CPP, TORCH, OWN]), block(4 * MIB, 2 * MIB, "inactive")]),
-        segment([block(16 * MIB, MIB, "active_awaiting_free"), block(17 * MIB, 3 * MIB, frames=[OTHER])]),
+        segment(
+            [block(0, 4 * MIB, requested=3 * MIB, frames=[CPP, TORCH, FORWARD]), block(4 * MIB, 2 * MIB, "inactive")]
+        ),
+        segment([block(16 * MIB, MIB, "active_awaiting_free"), block(17 * MIB, 3 * MIB, frames=[GROW])]),
         segment([block(32 * MIB, 2 * MIB, "inactive")]),
     ],
     "device_traces": [
         [
             event("free_completed", 32 * MIB, 2 * MIB, 100),  # allocated before the history
-            event("alloc", 17 * MIB, 3 * MIB, 110, OTHER),
-            event("alloc", 33 * MIB, 2 * MIB, 120, CPP, TORCH, OWN),
-            event("free_requested", 33 * MIB, 2 * MIB, 130, OWN),
-            event("free_completed", 33 * MIB, 2 * MIB, 130, OWN),
-            {"action": "oom", "size": 3 * MIB, "device_free": MIB, "time_us": 140, "frames": [TORCH, OWN]},
+            event("alloc", 17 * MIB, 3 * MIB, 110, GROW),
+            event("alloc", 33 * MIB, 2 * MIB, 120, CPP, TORCH, FORWARD),
+            event("free_requested", 33 * MIB, 2 * MIB, 130, FORWARD),
+            event("free_completed", 33 * MIB, 2 * MIB, 130, FORWARD),
+            {"action": "oom", "size": 3 * MIB, "device_free": MIB, "time_us": 140, "frames": [TORCH, FORWARD]},
         ]
     ],
 }
@@ -141,7 +143,7 @@ def test_the_peak_is_that_of_the_events_that_are_left(tmp_path_factory, sizes, o
 
 
 def test_what_changed_between_two(write):
-    later = {**SNAPSHOT, "segments": [*SNAPSHOT["segments"], segment([block(64 * MIB, MIB, frames=[OTHER])])]}
+    later = {**SNAPSHOT, "segments": [*SNAPSHOT["segments"], segment([block(64 * MIB, MIB, frames=[GROW])])]}
     diff = diff_memory(write(SNAPSHOT), write(later, "b.pickle"))
     assert [(item.place, item.added_bytes) for item in diff.now] == [("engine/cache.py:3 grow", MIB)]
     assert "in use: +1.00 MiB" in memory_diff_text(diff)

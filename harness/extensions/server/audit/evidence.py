@@ -117,8 +117,8 @@ def excluded_after(views: Sequence[View], alpha: float) -> list[int | None]:
         if rivals:
             parts.append(_mean_of_ratios(log_p_HN[rivals] - most_N))
         evidence_N = _mean_of_ratios(torch.stack(parts))
-        beyond = (evidence_N >= -math.log(alpha)).nonzero()
-        exclusions.append(int(beyond[0]) + 1 if len(beyond) else None)
+        excluding = (evidence_N >= -math.log(alpha)).nonzero()
+        exclusions.append(int(excluding[0]) + 1 if len(excluding) else None)
     return exclusions
 
 

@@ -98,9 +98,9 @@ def _draws(asked: SamplerAnswers) -> tuple[Draws, int]:
         HarnessError: no request was answered, or tokens of one cannot be told: the others are not drawn at random.
     """
     errors = [answer for answer in asked.answers.values() if isinstance(answer, HarnessError)]
-    untold = [error for error in errors if error.code is Code.ENDPOINT_CANNOT]
-    if untold or len(errors) == len(asked.answers):
-        raise (untold or errors)[0]
+    unsupported = [error for error in errors if error.code is Code.ENDPOINT_CANNOT]
+    if unsupported or len(errors) == len(asked.answers):
+        raise (unsupported or errors)[0]
     draws = draws_of(asked)
     if not draws:
         raise HarnessError(Code.ENDPOINT_CANNOT, "no answer has a token", where="--endpoint")

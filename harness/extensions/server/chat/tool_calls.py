@@ -124,7 +124,7 @@ class ParserCheck:
         self._limit_s, self._progress = limit_s, progress
         self._hangs = self._has_content = False
         self._readings: dict[tuple[str, Cut], Reading] = {}
-        self._found: dict[str, tuple[Utterance, Cut]] = {}
+        self._smallest: dict[str, tuple[Utterance, Cut]] = {}
 
     def result(self, model: str, num: int, seed: int) -> FunctionResult:
         """Run the check on `num` generated answers, and on one with each hard text; raises as `Writer.text`."""
@@ -152,7 +152,7 @@ class ParserCheck:
             named = self._wrong(*example)
             if named is not None:
                 names[named[0]] += 1
-                self._found[named[0]] = min(self._found.get(named[0], example), example, key=self._size)
+                self._smallest[named[0]] = min(self._smallest.get(named[0], example), example, key=self._size)
             self._progress("answers", len(self._readings), max(num, len(self._readings)))
             return False
 
@@ -166,8 +166,8 @@ class ParserCheck:
         def shows(example: tuple[Utterance, Cut]) -> bool:
             return (self._wrong(*example) or ("",))[0] == name
 
-        smallest = find_smallest(strategy, shows, num, seed) or self._found[name]
-        answer, cut = min(smallest, self._found[name], key=self._size)
+        smallest = find_smallest(strategy, shows, num, seed) or self._smallest[name]
+        answer, cut = min(smallest, self._smallest[name], key=self._size)
         text, named = self._writer.text(answer), self._wrong(answer, cut)
         assert text is not None
         assert named is not None

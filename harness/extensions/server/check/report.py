@@ -68,9 +68,9 @@ def _facts(result: EndpointResult) -> Iterator[tuple[str, str]]:
     ]
     if differences:
         yield "difference", f"max difference (nats) from the first schedule: {', '.join(differences)}"
-    num_parted = sum(run.num_parted for run in result.runs)
-    if num_parted:
-        what = f"{count(num_parted, 'answer')} diverged at a tie; the tokens after the tie were not judged"
+    num_diverged = sum(run.num_diverged for run in result.runs)
+    if num_diverged:
+        what = f"{count(num_diverged, 'answer')} diverged at a tie; the tokens after the tie were not judged"
         yield "diverged", what
     yield from (("note", note) for note in result.notes)
     seconds = ", ".join(f"{run.schedule} {number(run.seconds)} s" for run in result.runs)

@@ -57,7 +57,7 @@ class ScheduleResult:
     """New tokens that the server made."""
     tokens: TokenResult
     logprobs: tuple[LogprobResult, ...]
-    num_parted: int = 0
+    num_diverged: int = 0
     """Answers that diverge from the first schedule's at a tie; the tokens after the tie are not judged."""
     max_difference: float | None = None
     """Largest difference of a log probability to the first schedule's, nats; None if nothing is shared."""

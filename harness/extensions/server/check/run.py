@@ -108,7 +108,7 @@ def judge_run(
         num_tokens=sum(len(answer.token_ids) for answer in run.answers.values()),
         tokens=judgement.tokens,
         logprobs=judgement.logprobs,
-        num_parted=judgement.num_diverged,
+        num_diverged=judgement.num_diverged,
         max_difference=None if run is first else _difference(run, first, prompts),
         seconds=run.seconds,
         findings=(*failures, *judgement.findings),

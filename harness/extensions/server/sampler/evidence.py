@@ -98,7 +98,7 @@ class Power:
     """Logarithm of the probability that it draws no token that the claimed chain cannot draw."""
 
     @property
-    def is_any(self) -> bool:
+    def has_effect(self) -> bool:
         """Whether the alternative changes the distribution at all."""
         return self.mean > 1e-3 or self.log_unseen < -1e-3
 

@@ -180,7 +180,7 @@ def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_
     for setting in evidence.values():
         for name in setting.names:
             powers[name] = powers.get(name, Power()).plus(setting.powers[name])
-    chances = {name: power.chance(levels.log_ratio) for name, power in powers.items() if power.is_any}
+    chances = {name: power.chance(levels.log_ratio) for name, power in powers.items() if power.has_effect}
     findings = []
     best = max(totals, key=lambda name: totals[name], default=None)
     if best is not None and totals[best] > levels.log_ratio and not is_named:

@@ -73,6 +73,6 @@ def _facts(result: SamplerResult) -> Iterator[tuple[str, str]]:
     if result.could_miss:
         yield "may miss", f"more --draws find them: {'; '.join(result.could_miss)}"
     if result.no_change:
-        yield "untold", f"they change nothing for this model: {'; '.join(result.no_change)}"
+        yield "no effect", f"they change nothing for this model: {'; '.join(result.no_change)}"
     yield from (("note", note) for note in result.notes)
     yield "timings", f"server {result.server_s:.1f} s, truth {result.truth_s:.1f} s"

@@ -101,10 +101,10 @@ class _Judged:
         for name in self._evidence:
             answers = [self._answer(request) for request in self._asked.requests if request.setting.name == name]
             errors = [answer for answer in answers if isinstance(answer, HarnessError)]
-            untold = [error for error in errors if error.code is Code.ENDPOINT_CANNOT]
+            unsupported = [error for error in errors if error.code is Code.ENDPOINT_CANNOT]
             refused = [error for error in errors if has_status(error, _REFUSALS)]
-            if untold or len(refused) == len(answers):  # a draw that cannot be told is no draw at random
-                yield name, error_text((untold or refused)[0])
+            if unsupported or len(refused) == len(answers):  # a draw that cannot be told is no draw at random
+                yield name, error_text((unsupported or refused)[0])
 
     def run(self, report: Progress) -> None:
         """Run the truth along all answers."""

@@ -315,13 +315,13 @@ def rejected_drafts(wrong: WrongOperation) -> Iterator[Hypothesis]:
             if first:
                 cause = f"attends to {name_of_row(wrong.recording, *first[0])}"
                 yield Hypothesis(cause=cause, output=output, detail=detail)
-    output, is_any = wrong.expected.clone(), False
+    output, has_stale = wrong.expected.clone(), False
     for at, query in enumerate(wrong.single_rows()):
         beside = [draft for draft in drafts[int(query.rows.request)] if draft.step == int(query.rows.step)]
         stale, seen = _stale(wrong, beside), query.is_computed
-        is_any = is_any or stale is not None
+        has_stale = has_stale or stale is not None
         output[at] = (query.attend(visible=seen) if stale is None else _besides(query, stale, seen))[0]
-    if not is_any:
+    if not has_stale:
         return
     detail = "rejected drafts of the step among them"
     yield Hypothesis(cause="no causal mask: a row sees all tokens of its step", output=output, detail=detail)

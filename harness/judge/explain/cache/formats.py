@@ -79,18 +79,18 @@ def _of_attention(
                 key, value = (changes[part][name] if part in parts else right[part] for part in _PARTS)
                 rows = [view.attend(key=key(view.key), value=value(view.value)) for view in wrong.views]
                 who = " and ".join(_PARTS[part] for part in parts)
-                said = name if len(parts) == 2 else name.replace(_EITHER, _other(parts[0]))
+                said = name if len(parts) == 2 else name.replace(_EITHER, _other_side(parts[0]))
                 yield Hypothesis(cause=f"{who} {said}", output=torch.cat(rows))
 
 
-def _other(part: str) -> str:
+def _other_side(part: str) -> str:
     """Return what a part has for its scale if it has that of the other."""
     return "the values" if part == "k" else "the keys"
 
 
 def _of_either(name: str, part: str) -> str:
     """Return a mistake's name so that keys and values with each other's scales have the same."""
-    return name.replace(_other(part), _EITHER)
+    return name.replace(_other_side(part), _EITHER)
 
 
 def _changes(
@@ -124,7 +124,7 @@ def _changes(
         return
     sibling = formats["v" if part == "k" else "k"]
     if sibling is not None and sibling.scales != declared.scales:
-        yield from _with_scales_of(_other(part), declared, sibling.scales or (1.0,))
+        yield from _with_scales_of(_other_side(part), declared, sibling.scales or (1.0,))
     if len(declared.scales) > 1:
         yield (
             "have the scale of the next head",

@@ -101,7 +101,7 @@ class _Ways:
         def going_on(read: ReadState) -> Line | None:
             first = self._first[read.request]
             begun = rows(first) if read.position >= first.position else None
-            return None if begun is None else [*begun, *self._own(read)[first.position + 1 :]]
+            return None if begun is None else [*begun, *self._expected_rows(read)[first.position + 1 :]]
 
         return going_on
 
@@ -111,21 +111,24 @@ class _Ways:
         lost = "is zero: it was never written, or it was cleared" if hit != at + 1 else self._not_restored(hit)
         yield lost, lambda read: []
         if 0 < hit <= at:
-            yield self._not_restored(hit), lambda read: self._own(read)[self._hit(read) :]
+            yield self._not_restored(hit), lambda read: self._expected_rows(read)[self._hit(read) :]
         if begin:
-            yield f"begins with zero at position {begin}", lambda read: self._own(read)[self._begin(read) :]
-        yield f"is the state of position {at - 1}: position {at} is not in it", lambda read: self._own(read)[:-1]
-        yield f"position {at} is in it twice", lambda read: self._own(read) + self._own(read)[-1:]
+            yield f"begins with zero at position {begin}", lambda read: self._expected_rows(read)[self._begin(read) :]
+        yield (
+            f"is the state of position {at - 1}: position {at} is not in it",
+            lambda read: self._expected_rows(read)[:-1],
+        )
+        yield f"position {at} is in it twice", lambda read: self._expected_rows(read) + self._expected_rows(read)[-1:]
         for by in range(2, min(_MOST_SHIFT, at) + 1):
             yield f"is the state of position {at - by}", partial(self._earlier, by)
         for by in range(1, _MOST_SHIFT + 1):
             yield f"is the state of position {at + by}", partial(self._later, by)
         if 0 < begin < at:
-            yield f"is the state of position {begin - 1}", lambda read: self._own(read)[: self._begin(read)]
+            yield f"is the state of position {begin - 1}", lambda read: self._expected_rows(read)[: self._begin(read)]
         if (left := self._left_before(first)) >= 0:
             yield (
                 f"was not cleared before the request was computed again: what it left at position {left} is in it",
-                lambda read: self._earlier_rows(read) + self._own(read),
+                lambda read: self._earlier_rows(read) + self._expected_rows(read),
             )
 
     def _not_restored(self, hit: int) -> str:
@@ -186,7 +189,7 @@ class _Ways:
         return line_of(self._runs, ReadState(request, self._last(request, read), read.step))
 
     def _begun_with(self, request: int, read: ReadState) -> Line:
-        return self._left_by(request, read) + self._own(read)
+        return self._left_by(request, read) + self._expected_rows(read)
 
     def _with_drafts(self) -> Iterator[Way]:
         """Yield states with what was given up: the latest that the request went back over, or all."""
@@ -206,7 +209,7 @@ class _Ways:
 
     def _among(self, read: ReadState, drafts: Sequence[GivenUp]) -> Line:
         """Return the request's rows with those of drafts where they were given up."""
-        line, reached, rows = Line(), 0, self._own(read)
+        line, reached, rows = Line(), 0, self._expected_rows(read)
         for draft in drafts:
             begin, end = (self._requests[draft.draft].prompt_length, len(self._requests[draft.draft].token_ids) - 1)
             line += rows[reached:begin] + line_of(self._runs, ReadState(draft.draft, end, read.step))[begin:]
@@ -219,16 +222,16 @@ class _Ways:
         if not drafts:
             return None
         draft = drafts[-1]
-        rows, end = self._own(read), len(self._requests[draft.draft].token_ids) - 1
+        rows, end = self._expected_rows(read), len(self._requests[draft.draft].token_ids) - 1
         again = [row for row in rows if row[1] > draft.step]
         return line_of(self._runs, ReadState(draft.draft, end, read.step)) + again
 
     def _each_time(self) -> Iterator[Way]:
-        yield "is not carried from one step to the next", lambda read: self._own(read)[self._begin(read) :]
+        yield "is not carried from one step to the next", lambda read: self._expected_rows(read)[self._begin(read) :]
         late = "is a step late: the rows of the latest step are not in it"
-        yield late, lambda read: self._own(read)[: self._begin(read)] or None
+        yield late, lambda read: self._expected_rows(read)[: self._begin(read)] or None
         frozen = "is not updated in decode: it is the state at the end of the prompt"
-        yield frozen, lambda read: self._own(read)[: self._requests[read.request].prompt_length]
+        yield frozen, lambda read: self._expected_rows(read)[: self._requests[read.request].prompt_length]
 
     def _with_padding(self) -> Iterator[Way]:
         longest = max(request.prompt_length for request in self._requests.values())
@@ -239,36 +242,36 @@ class _Ways:
                 yield cause, partial(self._padded, token, longest, where)
 
     def _padded(self, token: int, longest: int, where: str, read: ReadState) -> Line | None:
-        prompt_length, rows = self._requests[read.request].prompt_length, self._own(read)
+        prompt_length, rows = self._requests[read.request].prompt_length, self._expected_rows(read)
         at = 0 if where == "before" else prompt_length
         padding = [(token, -1, -1)] * (longest - prompt_length)
         return [*rows[:at], *padding, *rows[at:]] if padding and len(rows) >= at else None
 
-    def _own(self, read: ReadState) -> Line:
+    def _expected_rows(self, read: ReadState) -> Line:
         """Return the rows that should be in a state; nobody changes the list."""
         if read not in self._lines:
             self._lines[read] = line_of(self._runs, read)
         return self._lines[read]
 
     def _earlier(self, by: int, read: ReadState) -> Line:
-        return self._own(read)[:-by]
+        return self._expected_rows(read)[:-by]
 
     def _left_before(self, read: ReadState) -> int:
         """Return the last position that a request had computed before it began anew; -1 if it never did."""
-        began = self._own(read)[0][1]
+        began = self._expected_rows(read)[0][1]
         return self._runs.last_computed(read.request, began)[0]
 
     def _earlier_rows(self, read: ReadState) -> Line:
         """Return the rows that a request had computed before it began anew."""
-        return line_of(self._runs, ReadState(read.request, self._left_before(read), self._own(read)[0][1]))
+        return line_of(self._runs, ReadState(read.request, self._left_before(read), self._expected_rows(read)[0][1]))
 
     def _later(self, by: int, read: ReadState) -> Line | None:
         later = ReadState(read.request, read.position + by, read.step)
-        return self._own(later) if later.position <= self._last(read.request, read) else None
+        return self._expected_rows(later) if later.position <= self._last(read.request, read) else None
 
     def _begin(self, read: ReadState) -> int:
         """Return the first position of the step that computed the last row of a state."""
-        rows = self._own(read)
+        rows = self._expected_rows(read)
         return next(at for at, row in enumerate(rows) if row[1] == rows[-1][1])
 
     def _hit(self, read: ReadState) -> int:

@@ -205,7 +205,7 @@ class _Convolutions(TorchFunctionMode):
 
     def __init__(self, rows: list[_Row], forced: Convolved | None, seen: Convolved | None) -> None:
         super().__init__()
-        self._rows, self._given, self._seen, self._num_calls = rows, forced, seen, 0
+        self._rows, self._forced, self._seen, self._num_calls = rows, forced, seen, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -214,9 +214,9 @@ class _Convolutions(TorchFunctionMode):
         if func is not torch.conv1d or output.shape[-1] < len(self._rows):
             return output
         call, self._num_calls = self._num_calls, self._num_calls + 1
-        if self._given is not None:
+        if self._forced is not None:
             rows = enumerate(self._rows)  # what another request left behind is not among the rows that were given
-            forced = torch.stack([self._given.get((call, row), output[0, :, at]) for at, row in rows], dim=-1)
+            forced = torch.stack([self._forced.get((call, row), output[0, :, at]) for at, row in rows], dim=-1)
             output = torch.cat((forced[None].to(output), output[..., len(self._rows) :]), dim=-1)
         if self._seen is not None:
             self._seen |= {(call, row): output[0, :, at].clone() for at, row in enumerate(self._rows)}

@@ -18,7 +18,7 @@ from ..chat.tokens.conftest import TEMPLATE, write_tokenizer
 from ..served import serve
 
 UNPROMPTED = TEMPLATE.replace("{%- if add_generation_prompt %}", "{%- if false %}")
-OTHER = "{% for each in messages %}### {{ each.role }}: {{ each.content }}\n{% endfor %}### assistant:"
+ALPACA = "{% for each in messages %}### {{ each.role }}: {{ each.content }}\n{% endfor %}### assistant:"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
         num_key_value_heads=2, bos_token_id=256, eos_token_id=258, initializer_range=0.25,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
-    for name, template in (("unprompted", UNPROMPTED), ("other", OTHER)):
+    for name, template in (("unprompted", UNPROMPTED), ("other", ALPACA)):
         (folder / f"{name}.jinja").write_text(template)
     return folder
 
@@ -78,7 +78,7 @@ def test_drawn_tokens_alone_tell_two_templates(folder, server, monkeypatch):
 
 def test_none_of_the_templates_is_claimed_where_a_third_one_is_used(folder, server, monkeypatch):
     text, url = server
-    monkeypatch.setattr(text._chat_tokenizer, "chat_template", OTHER)
+    monkeypatch.setattr(text._chat_tokenizer, "chat_template", ALPACA)
     result, claim = audited(folder, url, "", "unprompted")
     assert (claim, any(hypothesis.fits for hypothesis in result.hypotheses)) == (None, False), result
 

@@ -16,7 +16,7 @@ from harness.results.check import Outcome
 
 from .conftest import PROMPTS, VICTIM, asked_otherwise, changed, changed_events, reply
 
-EACH, STREAMED, PROMPT, AGAIN = "each answer", "streams", "the prompt's log probabilities", "from the second on"
+ANSWER, STREAMED, PROMPT, AGAIN = "each answer", "streams", "the prompt's log probabilities", "from the second on"
 PLAIN, SECOND = "answers without log probabilities", "the second of two answers"
 
 
@@ -103,54 +103,54 @@ def shifted(values):
 NONE = -9999.0
 LIES = {
     # of the log probabilities of the new tokens
-    "-9999": (EACH, chosen(lambda _v, _at: NONE), "-9999.0, which stands for none; HF's is"),
-    "-9999 once": (EACH, chosen(lambda v, at: NONE if at == 3 else v), "-9999.0, which stands for none"),
-    "-9999 of all": (EACH, every(lambda _v: NONE), "-9999.0, which stands for none"),
-    "-Infinity": (EACH, chosen(lambda _v, _at: -math.inf), "-inf, which stands for none"),
-    "-Infinity once": (EACH, chosen(lambda v, at: -math.inf if at == 7 else v), "-inf, which stands for none"),
-    "the lowest float32": (EACH, every(lambda _v: -3.4028234663852886e38), "which stands for none"),
-    "Infinity": (EACH, chosen(lambda _v, _at: math.inf), "is inf"),
-    "NaN": (EACH, every(lambda _v: math.nan), "is nan"),
-    "NaN once": (EACH, chosen(lambda v, at: math.nan if at == 5 else v), "is nan"),
-    "null": (EACH, chosen(lambda _v, _at: None), "is null, HF's is"),
-    "null once": (EACH, chosen(lambda v, at: None if at == 7 else v), "is null, HF's is"),
-    "null of all": (EACH, every(lambda _v: None), "is null, HF's is"),
-    "words": (EACH, chosen(lambda _v, _at: "-0.5"), "is null, HF's is"),
-    "true": (EACH, chosen(lambda _v, _at: True), "is null, HF's is"),
-    "a mapping": (EACH, chosen(lambda v, _at: {"logprob": v}), "is null, HF's is"),
-    "too large an integer": (EACH, chosen(lambda _v, _at: 10**400), "is 1e+300"),
-    "positive": (EACH, every(lambda v: -v), "the log probability of token"),
-    "all 0": (EACH, every(lambda _v: 0.0), "are off"),
-    "constant": (EACH, chosen(lambda _v, _at: -0.5), "of the chosen tokens are off"),
-    "constant of all": (EACH, every(lambda _v: -1.0), "are off"),
-    "rounded to one decimal": (EACH, every(lambda v: round(v, 1)), "of the chosen tokens are off"),
-    "rounded to three decimals": (EACH, every(lambda v: round(v, 3)), "are off"),
-    "base 2": (EACH, every(lambda v: v / math.log(2)), "are off"),
-    "base 10": (EACH, every(lambda v: v / math.log(10)), "are off"),
-    "probabilities": (EACH, every(math.exp), "the log probability of token"),
-    "of another temperature": (EACH, every(lambda v: 0.5 * v), "are off"),
-    "1 % larger": (EACH, every(lambda v: 1.01 * v), "are off"),
-    "with noise": (EACH, every(noisy(1e-3)), "are off"),
-    "shifted by one token": (EACH, of_logprobs("token_logprobs", shifted), "of the chosen tokens are off"),
-    "the likeliest shifted": (EACH, of_logprobs("top_logprobs", shifted), "are off"),
-    "all shifted": (EACH, lambda choice: [of_logprobs(name, shifted)(choice) for name in choice["logprobs"]],
+    "-9999": (ANSWER, chosen(lambda _v, _at: NONE), "-9999.0, which stands for none; HF's is"),
+    "-9999 once": (ANSWER, chosen(lambda v, at: NONE if at == 3 else v), "-9999.0, which stands for none"),
+    "-9999 of all": (ANSWER, every(lambda _v: NONE), "-9999.0, which stands for none"),
+    "-Infinity": (ANSWER, chosen(lambda _v, _at: -math.inf), "-inf, which stands for none"),
+    "-Infinity once": (ANSWER, chosen(lambda v, at: -math.inf if at == 7 else v), "-inf, which stands for none"),
+    "the lowest float32": (ANSWER, every(lambda _v: -3.4028234663852886e38), "which stands for none"),
+    "Infinity": (ANSWER, chosen(lambda _v, _at: math.inf), "is inf"),
+    "NaN": (ANSWER, every(lambda _v: math.nan), "is nan"),
+    "NaN once": (ANSWER, chosen(lambda v, at: math.nan if at == 5 else v), "is nan"),
+    "null": (ANSWER, chosen(lambda _v, _at: None), "is null, HF's is"),
+    "null once": (ANSWER, chosen(lambda v, at: None if at == 7 else v), "is null, HF's is"),
+    "null of all": (ANSWER, every(lambda _v: None), "is null, HF's is"),
+    "words": (ANSWER, chosen(lambda _v, _at: "-0.5"), "is null, HF's is"),
+    "true": (ANSWER, chosen(lambda _v, _at: True), "is null, HF's is"),
+    "a mapping": (ANSWER, chosen(lambda v, _at: {"logprob": v}), "is null, HF's is"),
+    "too large an integer": (ANSWER, chosen(lambda _v, _at: 10**400), "is 1e+300"),
+    "positive": (ANSWER, every(lambda v: -v), "the log probability of token"),
+    "all 0": (ANSWER, every(lambda _v: 0.0), "are off"),
+    "constant": (ANSWER, chosen(lambda _v, _at: -0.5), "of the chosen tokens are off"),
+    "constant of all": (ANSWER, every(lambda _v: -1.0), "are off"),
+    "rounded to one decimal": (ANSWER, every(lambda v: round(v, 1)), "of the chosen tokens are off"),
+    "rounded to three decimals": (ANSWER, every(lambda v: round(v, 3)), "are off"),
+    "base 2": (ANSWER, every(lambda v: v / math.log(2)), "are off"),
+    "base 10": (ANSWER, every(lambda v: v / math.log(10)), "are off"),
+    "probabilities": (ANSWER, every(math.exp), "the log probability of token"),
+    "of another temperature": (ANSWER, every(lambda v: 0.5 * v), "are off"),
+    "1 % larger": (ANSWER, every(lambda v: 1.01 * v), "are off"),
+    "with noise": (ANSWER, every(noisy(1e-3)), "are off"),
+    "shifted by one token": (ANSWER, of_logprobs("token_logprobs", shifted), "of the chosen tokens are off"),
+    "the likeliest shifted": (ANSWER, of_logprobs("top_logprobs", shifted), "are off"),
+    "all shifted": (ANSWER, lambda choice: [of_logprobs(name, shifted)(choice) for name in choice["logprobs"]],
                     "are of"),
-    "of a truncated distribution": (EACH, top(renormalised), "of the likeliest tokens are off"),
-    "swapped": (EACH, top(permuted), "of the likeliest tokens are off"),
-    "without the second": (EACH, top(without_second), "is not among the 5 likeliest ones"),
-    "of the two likeliest": (EACH, top(lambda named: dict(list(named.items())[:2])), "2 of the 5 likeliest tokens"),
-    "of no likeliest": (EACH, of_logprobs("top_logprobs", lambda values: [{} for _ in values]), "none of the 5"),
-    "no likeliest": (EACH, of_logprobs("top_logprobs", lambda _given: None), "none of the 5 likeliest tokens"),
-    "the likeliest without numbers": (EACH, top(dict.fromkeys), "is null, HF's is"),
-    "of fewer tokens": (EACH, lambda choice: [of_logprobs(name, first(5))(choice) for name in choice["logprobs"]],
+    "of a truncated distribution": (ANSWER, top(renormalised), "of the likeliest tokens are off"),
+    "swapped": (ANSWER, top(permuted), "of the likeliest tokens are off"),
+    "without the second": (ANSWER, top(without_second), "is not among the 5 likeliest ones"),
+    "of the two likeliest": (ANSWER, top(lambda named: dict(list(named.items())[:2])), "2 of the 5 likeliest tokens"),
+    "of no likeliest": (ANSWER, of_logprobs("top_logprobs", lambda values: [{} for _ in values]), "none of the 5"),
+    "no likeliest": (ANSWER, of_logprobs("top_logprobs", lambda _logprobs: None), "none of the 5 likeliest tokens"),
+    "the likeliest without numbers": (ANSWER, top(dict.fromkeys), "is null, HF's is"),
+    "of fewer tokens": (ANSWER, lambda choice: [of_logprobs(name, first(5))(choice) for name in choice["logprobs"]],
                         "5 of 8 log probabilities of the new tokens are there"),
-    "fewer of their own": (EACH, of_logprobs("token_logprobs", first(5)), "is null, HF's is"),
-    "none": (EACH, field("logprobs", None), "none of 8 log probabilities of the new tokens are there"),
-    "an empty mapping": (EACH, field("logprobs", {}), "none of 8 log probabilities"),
-    "empty lists": (EACH, field("logprobs", {"tokens": [], "token_logprobs": [], "top_logprobs": []}),
+    "fewer of their own": (ANSWER, of_logprobs("token_logprobs", first(5)), "is null, HF's is"),
+    "none": (ANSWER, field("logprobs", None), "none of 8 log probabilities of the new tokens are there"),
+    "an empty mapping": (ANSWER, field("logprobs", {}), "none of 8 log probabilities"),
+    "empty lists": (ANSWER, field("logprobs", {"tokens": [], "token_logprobs": [], "top_logprobs": []}),
                     "none of 8 log probabilities"),
-    "no field": (EACH, lambda choice: choice.pop("logprobs"), "none of 8 log probabilities"),
-    "of other tokens": (EACH, of_logprobs("tokens", lambda names: ["token_id:9"] * len(names)), "are of 9"),
+    "no field": (ANSWER, lambda choice: choice.pop("logprobs"), "none of 8 log probabilities"),
+    "of other tokens": (ANSWER, of_logprobs("tokens", lambda names: ["token_id:9"] * len(names)), "are of 9"),
     # only in some answers
     "none in streams": (STREAMED, lambda choice: choice.pop("logprobs", None), "none of 8 log probabilities"),
     "null in streams": (STREAMED, lambda choice: choice["logprobs"] and chosen(lambda _v, _at: None)(choice),
@@ -172,21 +172,21 @@ LIES = {
     "garbage without log probabilities": (PLAIN, field("text", "garbage"), "the text is another one than in the first"),
     "a second answer of other tokens": (SECOND, field("token_ids", [1, 2, 3, 4, 5, 6, 7, 8]), "expected"),
     # of tokens, counts and ends
-    "another text beside the tokens": (EACH, field("text", "garbage"), "the text is 'garbage', and its tokens are"),
-    "tokens of another prompt": (EACH, field("token_ids", [1, 2, 3, 4, 5, 6, 7, 8]), "expected"),
-    "tokens in another order": (EACH, field("token_ids", lambda choice: choice["token_ids"][::-1]), "expected"),
-    "an end that is none": (EACH, lambda choice: [field("token_ids", choice["token_ids"][:2])(choice),
+    "another text beside the tokens": (ANSWER, field("text", "garbage"), "the text is 'garbage', and its tokens are"),
+    "tokens of another prompt": (ANSWER, field("token_ids", [1, 2, 3, 4, 5, 6, 7, 8]), "expected"),
+    "tokens in another order": (ANSWER, field("token_ids", lambda choice: choice["token_ids"][::-1]), "expected"),
+    "an end that is none": (ANSWER, lambda choice: [field("token_ids", choice["token_ids"][:2])(choice),
                                                   field("finish_reason", "stop")(choice)],
                             "stops after 2 tokens, where the model does not end"),
-    "an unknown end": (EACH, field("finish_reason", ["length"]), "finish_reason \"['length']\""),
-    "no end": (EACH, field("finish_reason", None), "finish_reason None"),
-    "a negative token": (EACH, field("token_ids", [-1] * 8), "a token that the model does not have"),
-    "a token outside of the vocabulary": (EACH, field("token_ids", [10**9] * 8), "does not have: 1000000000"),
-    "truth for a token": (EACH, field("token_ids", [True] * 8), "a token that the model does not have: True"),
-    "no token": (EACH, field("token_ids", [None] * 8), "a token that the model does not have: None"),
-    "more new tokens counted": (EACH, usage("completion_tokens", 1), "usage counts 9 new tokens, the answer has 8"),
-    "fewer new tokens counted": (EACH, usage("completion_tokens", -3), "usage counts 5 new tokens"),
-    "more tokens of the prompt counted": (EACH, usage("prompt_tokens", 5), "usage counts 13 tokens of the prompt, 8"),
+    "an unknown end": (ANSWER, field("finish_reason", ["length"]), "finish_reason \"['length']\""),
+    "no end": (ANSWER, field("finish_reason", None), "finish_reason None"),
+    "a negative token": (ANSWER, field("token_ids", [-1] * 8), "a token that the model does not have"),
+    "a token outside of the vocabulary": (ANSWER, field("token_ids", [10**9] * 8), "does not have: 1000000000"),
+    "truth for a token": (ANSWER, field("token_ids", [True] * 8), "a token that the model does not have: True"),
+    "no token": (ANSWER, field("token_ids", [None] * 8), "a token that the model does not have: None"),
+    "more new tokens counted": (ANSWER, usage("completion_tokens", 1), "usage counts 9 new tokens, the answer has 8"),
+    "fewer new tokens counted": (ANSWER, usage("completion_tokens", -3), "usage counts 5 new tokens"),
+    "more tokens of the prompt counted": (ANSWER, usage("prompt_tokens", 5), "usage counts 13 tokens of the prompt, 8"),
 }  # fmt: skip
 
 
@@ -200,7 +200,7 @@ class Liar:
         is_echo = bool(body.get("echo"))
         self.num_seen += not is_echo and not body.get("stream") and body["prompt"] == VICTIM
         is_meant = {
-            EACH: not is_echo and not body.get("stream"),
+            ANSWER: not is_echo and not body.get("stream"),
             STREAMED: bool(body.get("stream")),
             PROMPT: is_echo,
             AGAIN: self.num_seen > 1 and not is_echo and not body.get("stream"),
@@ -232,7 +232,7 @@ def test_a_lie_is_a_finding_that_says_what_was_seen(plan, server, name):
     app, url = server
     kind, lie, says = LIES[name]
     app.spoil = liar = Liar(kind, lie)
-    result = check_endpoint(plan, Address(url=url, retries=0), num_again=0 if kind is EACH else 4)
+    result = check_endpoint(plan, Address(url=url, retries=0), num_again=0 if kind is ANSWER else 4)
     findings = [finding for run in result.runs for finding in run.findings]
     assert liar.num_told
     assert result.outcome is Outcome.MISMATCH

@@ -208,7 +208,7 @@ def computing_few_rows(engine, fused):
 @pytest.mark.parametrize("fault", [None, *(name for name, (tap, _) in FAULTS.items() if ".2." in tap)])
 def test_an_engine_may_compute_few_rows_after_the_last_attention(fused_engine, fused, checkpoints, fault):
     engine = computing_few_rows(fused_engine(), fused)
-    tap, plant = FAULTS[fault] if fault else (None, lambda *_given: None)
+    tap, plant = FAULTS[fault] if fault else (None, lambda *_options: None)
     plant(engine.model, fused)
     for run in check(engine, checkpoints, schedules=SCHEDULES).runs:
         first = run.first_divergence

@@ -245,8 +245,8 @@ def test_scales_that_follow_the_largest_number(share, dims):
 
 def test_clipped_numbers_are_counted_by_head():
     form = scaled(cache="int8", cache_scales={"model.layers.0.k_cache": (0.01,)})
-    beyond = ((HEADS / 0.01) > 127.5) | ((HEADS / 0.01) < -128.5)
-    assert form.num_clipped(HEADS).tolist() == beyond.sum(dim=(0, 2)).tolist()
+    is_clipped = ((HEADS / 0.01) > 127.5) | ((HEADS / 0.01) < -128.5)
+    assert form.num_clipped(HEADS).tolist() == is_clipped.sum(dim=(0, 2)).tolist()
     assert form.num_clipped(HEADS).sum() > 0
     float8 = scaled(cache="float8_e4m3fn", cache_scale_of=None, cache_scales={"model.layers.0.k_cache": (1.0, 2.0)})
     # 464 lies halfway between 448 and the 480 that the format would have next.

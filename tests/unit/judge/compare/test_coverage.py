@@ -194,22 +194,22 @@ def resumed(*steps, prompt_length=8, others=(7,) * 12):
 
 
 BEGUN = [(0, 0), (0, 1)]
-OTHER = [(1, at) for at in range(5)]
+SECOND_REQUEST = [(1, at) for at in range(5)]
 
 
 def test_a_request_that_was_preempted_may_find_more_than_it_had_computed():
-    assert resumed(BEGUN, OTHER, [(0, 4)]) == [2, 3]
+    assert resumed(BEGUN, SECOND_REQUEST, [(0, 4)]) == [2, 3]
 
 
 @pytest.mark.parametrize(
     "resumed_rows",
     [
-        resumed(BEGUN, [(0, 4)], OTHER),  # computed later than it was left out
+        resumed(BEGUN, [(0, 4)], SECOND_REQUEST),  # computed later than it was left out
         resumed(BEGUN, [(0, 4)]),  # by nobody
-        resumed(BEGUN, OTHER, [(0, 4)], others=(7, 7, 9, 9, 9, 9, 9, 9)),  # other tokens
-        resumed(BEGUN, OTHER, [(0, 2), (0, 4)]),  # not where a step begins
-        resumed(BEGUN, OTHER, [(0, 3)], prompt_length=2),  # no prompt row: it chooses a token
-        resumed(OTHER, [(0, 4)]),  # before its first row, which is the affair of `shared_rows`
+        resumed(BEGUN, SECOND_REQUEST, [(0, 4)], others=(7, 7, 9, 9, 9, 9, 9, 9)),  # other tokens
+        resumed(BEGUN, SECOND_REQUEST, [(0, 2), (0, 4)]),  # not where a step begins
+        resumed(BEGUN, SECOND_REQUEST, [(0, 3)], prompt_length=2),  # no prompt row: it chooses a token
+        resumed(SECOND_REQUEST, [(0, 4)]),  # before its first row, which is the affair of `shared_rows`
     ],
 )
 def test_rows_that_cannot_have_been_found_are_missing(resumed_rows):

@@ -169,9 +169,9 @@ def test_no_more_rows_are_taken_than_are_needed():
     full.add(positions[:1], actual[:1], truth[:1], torch.ones(1, dtype=torch.bool))
     full.add(positions[1:2], actual[1:2], truth[1:2], torch.ones(1, dtype=torch.bool))
     assert len(full.positions) == 1
-    beyond = Effects(Kind.ROTARY, torch.bfloat16, seen=set(range(-MAX_ROWS - 1, 0)))
-    beyond.add(positions[:1], actual[:1], truth[:1], torch.ones(1, dtype=torch.bool))
-    assert beyond.positions == []
+    filled = Effects(Kind.ROTARY, torch.bfloat16, seen=set(range(-MAX_ROWS - 1, 0)))
+    filled.add(positions[:1], actual[:1], truth[:1], torch.ones(1, dtype=torch.bool))
+    assert filled.positions == []
 
 
 def test_which_rows_are_new():
@@ -241,7 +241,7 @@ def test_attention_without_a_scale_has_the_floor_of_any_other():
 # Beyond the control: sizes are given by hand.
 
 
-def beyond(of_rows, control, allowance=0.0):
+def unexplained(of_rows, control, allowance=0.0):
     """What is left of an effect that is held against the control's."""
     left = []
     effects = SimpleNamespace(significant=lambda: [of_rows], is_significant=lambda effect: left.append(effect) or True)
@@ -256,7 +256,7 @@ def beyond(of_rows, control, allowance=0.0):
 def test_what_is_left_of_an_effect(size, control, left):
     """The margins are half of the intervals at 95 %: both count where both effects do."""
     of_rows, of_control = effect(size=size, margin=0.3, roundings=100 * size), effect(size=control, margin=0.4)
-    actual, (excess,) = beyond(of_rows, of_control)
+    actual, (excess,) = unexplained(of_rows, of_control)
     assert actual is of_rows
     assert excess.size == pytest.approx(left)
     assert excess.roundings == pytest.approx(100 * left)
@@ -268,20 +268,20 @@ def test_what_is_left_of_an_effect(size, control, left):
 
 
 def test_an_effect_of_no_size_has_nothing_left():
-    _, (excess,) = beyond(effect(size=0.0, roundings=5.0), effect(size=0.0))
+    _, (excess,) = unexplained(effect(size=0.0, roundings=5.0), effect(size=0.0))
     assert (excess.size, excess.roundings, excess.statistic) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("size", "statistic"), [(2.0, math.inf), (-2.0, -math.inf), (0.0, 0.0)])
 def test_a_margin_of_nothing(size, statistic):
-    _, (excess,) = beyond(effect(size=size, margin=0.0), effect(size=0.0, margin=0.0))
+    _, (excess,) = unexplained(effect(size=size, margin=0.0), effect(size=0.0, margin=0.0))
     assert excess.statistic == statistic
 
 
 def test_effects_within_the_room_of_a_convention_are_none():
     for roundings in (3.0, -3.0):
-        assert beyond(effect(roundings=roundings), None, allowance=3.0)[0] is None
-        assert beyond(effect(roundings=roundings), None, allowance=2.9)[0] is not None
+        assert unexplained(effect(roundings=roundings), None, allowance=3.0)[0] is None
+        assert unexplained(effect(roundings=roundings), None, allowance=2.9)[0] is not None
 
 
 def test_the_effect_of_the_largest_statistic_is_the_strongest():

@@ -45,12 +45,12 @@ def test_the_first_bad_row_is_of_the_smallest_request_and_position():
     assert judgement(errors_of((0.0, 0.0, 0.0, 9.0))).first_bad == 3
 
 
-@pytest.mark.parametrize("beyond", [False, True])
-def test_ten_times_the_noise_is_the_limit_of_propagation(beyond):
-    ratio = [1.0, RATIO_BOUND + 0.01 * beyond, 0.0, RATIO_BOUND]
+@pytest.mark.parametrize("is_above", [False, True])
+def test_ten_times_the_noise_is_the_limit_of_propagation(is_above):
+    ratio = [1.0, RATIO_BOUND + 0.01 * is_above, 0.0, RATIO_BOUND]
     judged = judgement(propagated=propagated_of(ratio))
-    assert judged.bad.tolist() == [False, beyond, False, False]
-    assert judged.verdict is (Verdict.BUG if beyond else Verdict.NOISE)
+    assert judged.bad.tolist() == [False, is_above, False, False]
+    assert judged.verdict is (Verdict.BUG if is_above else Verdict.NOISE)
     outside = judgement(propagated=propagated_of(ratio), is_in_graph=False)
     assert outside.bad.tolist() == [False] * 4
     assert outside.verdict is Verdict.UNJUDGED

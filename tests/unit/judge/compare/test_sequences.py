@@ -9,7 +9,7 @@ from harness.judge.compare.sequences import NOWHERE, sequences
 
 from ....recording_writer import new_writer, requests_of
 
-TAP, OTHER = "model.layers.0.k_rope", "lm_head"
+TAP, HEAD = "model.layers.0.k_rope", "lm_head"
 WIDTH = 3
 
 
@@ -34,7 +34,7 @@ def record(path, steps, *, requests=UNRELATED, partial=None, lacking=None, readb
                 slot_mapping=None if tables is None else [tables[index][r][at // 2] * 2 + at % 2 for r, at in step],
             )
             values = torch.tensor([number(*row, index) for row in step], dtype=torch.float64)
-            for tap in (TAP, OTHER):
+            for tap in (TAP, HEAD):
                 if (index, tap) != lacking:
                     rows = values[covered[tap]] if tap in covered else values
                     writer.tap(tap, rows[:, None].expand(-1, WIDTH).contiguous())

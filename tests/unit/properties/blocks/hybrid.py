@@ -43,7 +43,7 @@ class HybridManager:
         if (num_blocks - num_hits) * len(self.windows) + num_idle > len(self.free_blocks):
             return None
         for block in (block for table in hits for block in table if block != NULL):
-            self._own(block)
+            self._add_owner(block)
         tables = [table + [self._take() for _ in range(num_blocks - num_hits)] for table in hits]
         self.held[request_id] = Held(list(token_ids), tables, num_hits * self.block_size)
         return num_hits * self.block_size
@@ -127,7 +127,7 @@ class HybridManager:
                 self._disown(table[index])
                 table[index] = NULL
 
-    def _own(self, block: int) -> None:
+    def _add_owner(self, block: int) -> None:
         if self.owners[block] == 0:
             self.free_blocks.remove(block)
         self.owners[block] += 1

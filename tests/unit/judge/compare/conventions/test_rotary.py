@@ -16,7 +16,7 @@ from harness.judge.compare.conventions.rotary import CONVENTIONS, OTHER_ORDER, O
 
 from ..judgements import draw
 
-ORDERS, OWN = (convention.alternatives for convention in CONVENTIONS)
+ORDERS, POSITION_ORDERS = (convention.alternatives for convention in CONVENTIONS)
 F32 = np.float32
 SIZE, PAIRS, HEADS, THETA = 8, 4, 3, 10_000.0
 POSITIONS = (0, 1, 700, 3000)
@@ -230,7 +230,7 @@ def of_a_layer_that_looks_ahead(shifts, *, ahead=1, without=()):
         expected=turned(X, hf_angles(frequencies_of())), rows=torch.arange(len(X)), positions=torch.tensor(POSITIONS),
         inputs=[X], recorded=lambda tap: None if tap in without else recorded[tap],
     )  # fmt: skip
-    return list(OWN(subject)), subject
+    return list(POSITION_ORDERS(subject)), subject
 
 
 def test_a_layer_that_looks_ahead_may_count_its_rows_own_positions():

@@ -15,7 +15,7 @@ from harness.judge.explain.core.formats import cut_off
 from ..toys import ToyModel, assert_outputs, by_cause, failure_of, linear, named, random, recorded
 
 PREFIX = "model.layers.1."
-X_TAP, TAP, OTHER, WIDE, EARLIER, FAR, NORM, CACHE, EMBED = (
+X_TAP, TAP, GATE, WIDE, EARLIER, FAR, NORM, CACHE, EMBED = (
     f"{PREFIX}norm", f"{PREFIX}mlp.up", f"{PREFIX}gate", f"{PREFIX}wide", "model.layers.0.output",
     "model.layers.2.output", "model.norm", f"{PREFIX}k_cache", "model.embed_tokens",
 )  # fmt: skip
@@ -29,7 +29,7 @@ PLACES = [place for step in STEPS for place in step]
 STEP = {place: at for at, step in enumerate(STEPS) for place in step}
 X, WEIGHT = random(len(PLACES), INPUTS, seed=1), random(OUTPUTS, INPUTS, seed=2)
 TENSORS = {
-    X_TAP: X, OTHER: random(len(PLACES), INPUTS, seed=3), WIDE: random(len(PLACES), OUTPUTS, seed=4),
+    X_TAP: X, GATE: random(len(PLACES), INPUTS, seed=3), WIDE: random(len(PLACES), OUTPUTS, seed=4),
     EARLIER: random(len(PLACES), INPUTS, seed=5), FAR: random(len(PLACES), INPUTS, seed=6),
     NORM: random(len(PLACES), INPUTS, seed=7), CACHE: random(len(PLACES), INPUTS, seed=8),
     EMBED: random(len(PLACES), OUTPUTS, seed=9),
@@ -46,7 +46,7 @@ RIGHT = y(X)
 OPERATIONS = (
     Operation(tap=EMBED, kind=Kind.EMBEDDING), Operation(tap="model.layers.0.first", kind=Kind.LINEAR),
     Operation(tap=EARLIER, kind=Kind.ADD), Operation(tap=X_TAP, kind=Kind.NORM, inputs=(EARLIER,), source=X_TAP),
-    Operation(tap=OTHER, kind=Kind.LINEAR), Operation(tap=TAP, kind=Kind.LINEAR, inputs=(X_TAP,), source=TAP),
+    Operation(tap=GATE, kind=Kind.LINEAR), Operation(tap=TAP, kind=Kind.LINEAR, inputs=(X_TAP,), source=TAP),
     Operation(tap=WIDE, kind=Kind.LINEAR), Operation(tap=CACHE, kind=Kind.CACHE),
     Operation(tap="model.layers.2.first", kind=Kind.LINEAR), Operation(tap=FAR, kind=Kind.ADD),
     Operation(tap=NORM, kind=Kind.NORM), Operation(tap="lm_head", kind=Kind.LINEAR, inputs=(NORM,), source=TAP),
@@ -93,7 +93,7 @@ def test_nothing_at_all(of):
 
 # Gains and offsets.
 
-EACH = "each row is scaled by a factor of its own"
+SCALED_ROWS = "each row is scaled by a factor of its own"
 
 
 @pytest.mark.parametrize("factor", [1.25, -0.5, 3.0])
@@ -107,7 +107,7 @@ def test_one_gain_of_all_rows(of, factor):
 def test_a_gain_of_each_row(of):
     factors = torch.linspace(1.5, 2.5, len(PLACES), dtype=torch.float64)[:, None]
     (hypothesis,) = by_cause(generic.constant_gain, of(factors * RIGHT)).values()
-    assert (hypothesis.cause, hypothesis.is_cause, hypothesis.num_fitted) == (EACH, False, len(PLACES))
+    assert (hypothesis.cause, hypothesis.is_cause, hypothesis.num_fitted) == (SCALED_ROWS, False, len(PLACES))
     assert hypothesis.detail == "from 1.5 to 2.5"
     torch.testing.assert_close(hypothesis.output, factors * RIGHT)
 
@@ -120,7 +120,7 @@ def test_rows_that_differ_by_less_than_rounding_have_one_gain(of, spread, is_one
     signs = torch.tensor([1.0, -1.0] * 5, dtype=torch.float64)[:, None]
     actual = 1.25 * RIGHT * (1 + spread * rounding_unit(dtype) * signs) + noise
     causes = by_cause(generic.constant_gain, of(actual, dtype=dtype))
-    assert (EACH not in causes) == is_one
+    assert (SCALED_ROWS not in causes) == is_one
 
 
 def with_right_rows(of, change, places, *, is_too, **others):
@@ -263,7 +263,7 @@ def test_three_heads_and_rows_that_are_no_heads():
 
 
 def test_another_input(of):
-    near = {"gate": OTHER, EARLIER: EARLIER, NORM: NORM}
+    near = {"gate": GATE, EARLIER: EARLIER, NORM: NORM}
     expected = {f"it reads {name} instead of norm": y(TENSORS[tap]) for name, tap in near.items()}
     assert_outputs(generic.another_input, of(RIGHT), expected)
 
@@ -386,7 +386,7 @@ MISTAKES = {
     "a constant offset per channel, norm ": RIGHT + torch.linspace(-1, 1, OUTPUTS),
     "each row is scaled by a factor of its own": RIGHT * torch.linspace(1.5, 2.5, len(PLACES))[:, None],
     f"{ROW}the last one of its step": RIGHT[LAST_OF_STEP],
-    "it reads gate instead of norm": y(TENSORS[OTHER]),
+    "it reads gate instead of norm": y(TENSORS[GATE]),
     "the output is that of wide": TENSORS[WIDE],
     "the output is rounded to bfloat16": RIGHT.bfloat16().double(),
 }

@@ -170,7 +170,7 @@ def test_float8_cut_off():
     assert cut_off(values, torch.float8_e4m3fn).tolist() == [3.75, -0.9375, 5.5, 1.125]
 
 
-EACH = "one position of its history, in each row another, would explain each row"
+MOVED_POSITIONS = "one position of its history, in each row another, would explain each row"
 LATE = [(0, 6), (0, 7), (0, 8)]
 BOTH = [*LATE, (1, 5), (1, 6)]
 ABSENT = "absent"
@@ -264,7 +264,7 @@ def test_the_newest_token_of_each_row_is_one_cause(toy, replaced, cause):
 def test_another_place_in_each_row_is_no_cause(toy, replaced):
     failure = toy.failure(reading_place(toy, replaced, LATE), LATE)
     (hypothesis,) = wrong_place(failure)
-    assert hypothesis.cause == EACH
+    assert hypothesis.cause == MOVED_POSITIONS
     torch.testing.assert_close(hypothesis.output, failure.actual)
     assert (hypothesis.is_cause, hypothesis.num_fitted) == (False, 2 * len(LATE))
 
@@ -289,7 +289,7 @@ def test_the_search_ends_where_it_would_take_too_long(toy, monkeypatch):
     assert by_cause(wrong_place, failure) == {}
 
 
-OWN = [0, 0, 0, 1, 1, 1]
+KV_HEADS = [0, 0, 0, 1, 1, 1]
 WRONG, VALUES, KEYS = (
     "query heads read the wrong KV heads",
     "query heads read the values of the wrong KV heads, and the right keys",
@@ -300,7 +300,7 @@ WRONG, VALUES, KEYS = (
 @pytest.mark.parametrize("wrong_heads", [[1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 1, 0, 1, 0, 1]])
 @pytest.mark.parametrize(("cause", "is_key", "is_value"), [(WRONG, 1, 1), (VALUES, 0, 1), (KEYS, 1, 0)])
 def test_what_is_read_of_other_heads(toy, wrong_heads, cause, is_key, is_value):
-    keys, values = wrong_heads if is_key else OWN, wrong_heads if is_value else OWN
+    keys, values = wrong_heads if is_key else KV_HEADS, wrong_heads if is_value else KV_HEADS
     failure = toy.failure(lambda place: toy.context(place, heads=keys, value_heads=values))
     is_tiled = wrong_heads == [0, 1, 0, 1, 0, 1]
     name = "KV heads are tiled instead of repeated" if is_tiled and cause == WRONG else cause

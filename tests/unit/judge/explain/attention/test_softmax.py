@@ -197,7 +197,7 @@ MERGES = {
     "split KV: the pieces are summed without weights": lambda lse, top: torch.ones_like(lse),
     "split KV: only the last piece counts": lambda lse, top: torch.arange(len(lse)) == len(lse) - 1,
 }
-OWN = "keys of earlier steps, and those of the step itself"
+STEP_SPLIT = "keys of earlier steps, and those of the step itself"
 
 
 def in_sizes(size):
@@ -211,7 +211,7 @@ def in_pieces(number):
 CUTS = {
     **{f"pieces of {size} tokens": in_sizes(size) for size in (2, 3, 4, 6, 8)},
     **{f"{number} pieces": in_pieces(number) for number in range(2, 9)},
-    OWN: lambda count, begin: [begin, count - begin] if 0 < begin < count else [1, count - 1],
+    STEP_SPLIT: lambda count, begin: [begin, count - begin] if 0 < begin < count else [1, count - 1],
 }
 
 
@@ -229,7 +229,7 @@ def merged(weigh, cut):
 def test_pieces_that_are_merged_wrongly(toy):
     places = [(0, 0), (0, 3), (0, 5), (0, 8), (1, 4), (1, 6)]
     hypotheses = {(h.cause, h.detail): h.output for h in softmax.splits_merged_wrongly(toy.failure(places=places))}
-    wanted = {(cause, cut) for cause in MERGES for cut in CUTS} - {("split KV: only the last piece counts", OWN)}
+    wanted = {(cause, cut) for cause in MERGES for cut in CUTS} - {("split KV: only the last piece counts", STEP_SPLIT)}
     assert set(hypotheses) == wanted
     for cause, cut in wanted:
         output = attended(toy, places=places, **merged(MERGES[cause], CUTS[cut]))

@@ -12,7 +12,7 @@ from ..toys import by_cause, named, random
 SHARED = "a block belongs to two requests of different content at once: shared, freed or given out wrongly"
 STALE = "a block holds what another request left there: stale block taken as a hit, or not written"
 MISPLACED = "K and V are written to a wrong slot: the slot mapping does not follow the block table"
-OWN = "reads a slot that holds another position of the same request"
+SAME_REQUEST = "reads a slot that holds another position of the same request"
 NOBODY = "reads a slot that nobody wrote"
 
 
@@ -66,7 +66,7 @@ def moving(request, step):
             "request 0 in step 4; written last, by position: 6: request 1, position 0, step 0",
         ),
         (
-            {"tables": of_tables({0: [3, 1, 3], 1: [2, 4, 6]})}, [(0, 6), (0, 7)], OWN,
+            {"tables": of_tables({0: [3, 1, 3], 1: [2, 4, 6]})}, [(0, 6), (0, 7)], SAME_REQUEST,
             "request 0 in step 2; written last, by position: 0: request 0, position 6, step 2",
         ),
         (

@@ -15,12 +15,12 @@ from ..toy_attention import PLACES, Toy
 from ..toys import ToyModel, failure_of, linear, random, recorded
 
 TAP, NORM = "model.layers.0.up", "model.layers.0.norm"
-OWN = Operation(tap=TAP, kind=Kind.LINEAR, inputs=("x",), source=TAP)
+PRODUCT = Operation(tap=TAP, kind=Kind.LINEAR, inputs=("x",), source=TAP)
 EXPECTED, X, WEIGHT = random(3, 4, seed=1), random(3, 5, seed=2), random(4, 5, seed=3)
 
 
 def wrong(error, expected=EXPECTED):
-    return failure_of(OWN, expected + error, expected)
+    return failure_of(PRODUCT, expected + error, expected)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_the_elements_that_carry_the_error(error, count):
 
 def test_a_factor_is_fitted_to_all_rows():
     part, rest = random(3, 4, seed=5), random(3, 4, seed=6)
-    failure = failure_of(OWN, rest - 1.75 * part, EXPECTED)
+    failure = failure_of(PRODUCT, rest - 1.75 * part, EXPECTED)
     assert failure.factor_of(part, rest) == pytest.approx(-1.75)
     across = random(3, 4, seed=7)
     across -= (across * part).sum() / part.square().sum() * part
-    failure = failure_of(OWN, 2 * part + across, EXPECTED)
+    failure = failure_of(PRODUCT, 2 * part + across, EXPECTED)
     assert failure.factor_of(part) == pytest.approx(2)
 
 
@@ -59,7 +59,7 @@ def test_rows_are_selected_with_all_that_belongs_to_them(tmp_path):
     assert [view.rows.position.tolist() for view in hypotheses.views] == [[2, 5], [6]]
     one = failure.select(torch.tensor([place == (1, 0) for place in PLACES]))
     assert [view.rows.request.tolist() for view in one.views] == [[1]]
-    inputs = failure_of(OWN, EXPECTED, EXPECTED, X).select(torch.tensor([False, True, True])).inputs
+    inputs = failure_of(PRODUCT, EXPECTED, EXPECTED, X).select(torch.tensor([False, True, True])).inputs
     assert torch.equal(inputs[0], X[1:])
 
 
@@ -98,7 +98,7 @@ class Table(nn.Module):
 def of_rotary(width, *, input_width=None, kind=Kind.ROTARY, head_dim=4):
     operation = Operation(tap="q", kind=kind, inputs=("x",), source="q")
     model = ToyModel(operation, modules={"q": nn.Identity()}, head_dim=head_dim)
-    model.model.other, model.model.rotary = Table(1), Table(2)
+    model.model.narrow_rotary, model.model.rotary = Table(1), Table(2)
     x, positions = random(3, input_width or width, seed=9), torch.arange(3)
     angles = positions[:, None] * torch.tensor([1.0, 0.1])
     heads = x[:, :width].unflatten(1, (-1, 4)) if width % 4 == 0 else x[:, : width // 4 * 4].unflatten(1, (-1, 4))
@@ -130,8 +130,8 @@ def test_weights_are_copies_as_out_and_in(monkeypatch):
             self.weight, self.bias = nn.Parameter(WEIGHT.T.clone()), nn.Parameter(random(4).float())
 
     another = Operation(tap=NORM, kind=Kind.NORM, source=NORM)
-    model = ToyModel(OWN, another, modules={TAP: linear(WEIGHT.float()), NORM: Conv1D()})
-    failure = failure_of(OWN, EXPECTED, EXPECTED, model=model)
+    model = ToyModel(PRODUCT, another, modules={TAP: linear(WEIGHT.float()), NORM: Conv1D()})
+    failure = failure_of(PRODUCT, EXPECTED, EXPECTED, model=model)
     hypotheses = failure.weight(TAP)
     assert hypotheses.dtype == torch.float64
     hypotheses[:] = 0
@@ -146,14 +146,14 @@ def test_weights_are_copies_as_out_and_in(monkeypatch):
 
 
 def test_siblings_read_the_same_and_are_of_the_same_kind():
-    operations = [OWN] + [
+    operations = [PRODUCT] + [
         Operation(tap=tap, kind=kind, inputs=inputs)
         for tap, kind, inputs in (
             ("a", Kind.LINEAR, ("x",)), ("z", Kind.LINEAR, ("x",)), ("n", Kind.NORM, ("x",)),
             ("y", Kind.LINEAR, ("b",)),
         )
     ]  # fmt: skip
-    failure = failure_of(OWN, EXPECTED, EXPECTED, model=ToyModel(*operations))
+    failure = failure_of(PRODUCT, EXPECTED, EXPECTED, model=ToyModel(*operations))
     assert [op.tap for op in failure.siblings()] == ["a", "z"]
 
 
@@ -230,7 +230,7 @@ def test_inputs_of_an_operation(recording):
 
 def test_another_tap_at_the_same_rows(recording):
     failure = failure_of(
-        OWN, EXPECTED[:2], EXPECTED[:2], recording=recording, request=[0, 1], position=[2, 0], step=[1, 1]
+        PRODUCT, EXPECTED[:2], EXPECTED[:2], recording=recording, request=[0, 1], position=[2, 0], step=[1, 1]
     )
     assert failure.tap("x")[:, 0].tolist() == [6, 4]
     assert failure.tap("z") is None

@@ -18,7 +18,7 @@ from harness.oracle.experts import num_experts
 from ..toys import ToyModel, by_cause, failure_of, random, recorded
 
 E, C, D, F = 4, 2, 8, 3
-TAP, OTHER, X_TAP, WEIGHTS, CHOICE = (
+TAP, FAR_TAP, X_TAP, WEIGHTS, CHOICE = (
     "model.layers.1.mlp.experts", "model.layers.0.mlp.experts", "model.layers.1.norm", "model.layers.1.mlp.gate:1",
     "model.layers.1.mlp.gate.topk",
 )  # fmt: skip
@@ -46,14 +46,14 @@ class Experts(nn.Module):
         return self.down_proj[number] @ (self.act_fn(gate) * up)
 
 
-OWN, THEIRS = Experts(1), Experts(11)
+RIGHT_EXPERTS, FAR = Experts(1), Experts(11)
 X = random(ROWS, D, seed=21)
 PAIRS = list(permutations(range(E), 2))
 CHOSEN = torch.tensor(PAIRS)
-GIVEN = random(ROWS, C, seed=22).abs() + 0.2
+ROUTING = random(ROWS, C, seed=22).abs() + 0.2
 
 
-def expert(number, row, module=OWN, act=torch.nn.functional.silu, *, is_swapped=False):
+def expert(number, row, module=RIGHT_EXPERTS, act=torch.nn.functional.silu, *, is_swapped=False):
     """One expert of one row, an element at a time."""
     weight, down = module.gate_up_proj[number].tolist(), module.down_proj[number].tolist()
     products = [sum(w * v for w, v in zip(out, row.tolist(), strict=True)) for out in weight]
@@ -62,7 +62,7 @@ def expert(number, row, module=OWN, act=torch.nn.functional.silu, *, is_swapped=
     return torch.tensor([sum(w * v for w, v in zip(out, inner, strict=True)) for out in down], dtype=torch.float64)
 
 
-def mixed(weights=GIVEN, *, one=expert, chosen=CHOSEN, x=X, number=None):
+def mixed(weights=ROUTING, *, one=expert, chosen=CHOSEN, x=X, number=None):
     """Rows of experts that `one` computes of number and row; `number` changes which."""
     rows = []
     for row, numbers, factors in zip(x, chosen.tolist(), weights.tolist(), strict=True):
@@ -84,11 +84,11 @@ OPERATION = Operation(tap=TAP, kind=Kind.OTHER, inputs=(X_TAP, CHOICE, WEIGHTS),
 def of(tmp_path):
     """Return what makes a failure of rows of the toy's experts; all rows that are recorded are wrong by default."""
 
-    def make(actual=None, *, chosen=CHOSEN, weights=GIVEN, x=X, module=OWN, others=(), expected=None):
+    def make(actual=None, *, chosen=CHOSEN, weights=ROUTING, x=X, module=RIGHT_EXPERTS, others=(), expected=None):
         """`others`: the choices of rows that are right."""
         operations = (
             Operation(tap=X_TAP, kind=Kind.NORM), Operation(tap=CHOICE, kind=Kind.CHOICE),
-            Operation(tap=WEIGHTS, kind=Kind.OTHER), OPERATION, Operation(tap=OTHER, kind=Kind.OTHER, source=OTHER),
+            Operation(tap=WEIGHTS, kind=Kind.OTHER), OPERATION, Operation(tap=FAR_TAP, kind=Kind.OTHER, source=FAR_TAP),
         )  # fmt: skip
         choices = torch.cat((chosen, torch.tensor(others, dtype=torch.int64).view(-1, chosen.shape[1])))
         count = len(choices)
@@ -97,7 +97,7 @@ def of(tmp_path):
         expected = mixed(weights, chosen=chosen, x=x) if expected is None else expected
         return failure_of(
             OPERATION, expected if actual is None else actual, expected, x, chosen.double(), weights,
-            model=ToyModel(*operations, modules={TAP: module, OTHER: THEIRS}), recording=recording,
+            model=ToyModel(*operations, modules={TAP: module, FAR_TAP: FAR}), recording=recording,
         )  # fmt: skip
 
     return make
@@ -116,25 +116,25 @@ ALL = "the router's weights are normalised to a sum of one before the experts' o
 
 
 def test_weights_and_choices_that_are_used_otherwise(of):
-    one, total = torch.ones_like(GIVEN), GIVEN.sum(dim=1, keepdim=True)
-    first = torch.stack((GIVEN[:, 0], torch.zeros(ROWS)), dim=1)
+    one, total = torch.ones_like(ROUTING), ROUTING.sum(dim=1, keepdim=True)
+    first = torch.stack((ROUTING[:, 0], torch.zeros(ROWS)), dim=1)
     in_input = torch.stack([
         sum(expert(n, w * row) for n, w in zip(numbers, factors, strict=True))
-        for row, numbers, factors in zip(X, CHOSEN.tolist(), GIVEN.tolist(), strict=True)
+        for row, numbers, factors in zip(X, CHOSEN.tolist(), ROUTING.tolist(), strict=True)
     ])  # fmt: skip
     expected = {
         "the experts' outputs are added without the router's weights": mixed(one),
         "the experts' outputs are averaged, without the router's weights": mixed(one / 2),
-        "the router's weights are applied twice": mixed(GIVEN**2),
-        ALL: mixed(GIVEN / total),
-        "every expert of a row is given the weight of the first": mixed(GIVEN[:, [0, 0]]),
-        "the experts of a row are given each other's weights, in the order [1, 0]": mixed(GIVEN[:, [1, 0]]),
+        "the router's weights are applied twice": mixed(ROUTING**2),
+        ALL: mixed(ROUTING / total),
+        "every expert of a row is given the weight of the first": mixed(ROUTING[:, [0, 0]]),
+        "the experts of a row are given each other's weights, in the order [1, 0]": mixed(ROUTING[:, [1, 0]]),
         "the router's weights are applied to the experts' input instead of their output": in_input,
         "only the first of the chosen experts is added": mixed(first),
         "only the first of the chosen experts is added, with weights that are normalised again": mixed(
             torch.stack((torch.ones(ROWS), torch.zeros(ROWS)), dim=1)
         ),
-        f"the experts are those of {OTHER}": mixed(one=lambda n, row: expert(n, row, THEIRS)),
+        f"the experts are those of {FAR_TAP}": mixed(one=lambda n, row: expert(n, row, FAR)),
         "gate and up are swapped": mixed(one=lambda n, row: expert(n, row, is_swapped=True)),
         **{
             f"the activation is {name}": mixed(one=lambda n, row, act=act: expert(n, row, act=act))
@@ -191,8 +191,8 @@ def test_many_experts_of_a_row_are_not_tried_in_every_order(of, monkeypatch, mos
 def test_experts_in_the_place_of_others(of, moved, cause):
     rows = [at for at, pair in enumerate(PAIRS) if len(moved) > 1 or set(pair) != {0, 2}]
     parts = {"chosen": CHOSEN[rows], "x": X[rows]}
-    actual = mixed(GIVEN[rows], number=lambda n: moved.get(n, n), **parts)
-    hypotheses = check(of(actual, weights=GIVEN[rows], **parts), {cause: actual})
+    actual = mixed(ROUTING[rows], number=lambda n: moved.get(n, n), **parts)
+    hypotheses = check(of(actual, weights=ROUTING[rows], **parts), {cause: actual})
     assert hypotheses[cause].num_fitted == len(moved)
 
 
@@ -211,15 +211,15 @@ def test_an_expert_is_its_own_where_its_weights_are_nearly_what_they_should_be(o
     """A tenth of the energy: 0.316 of the size."""
     part = torch.stack([
         sum(w * expert(n, row) * (factor if n == 2 else 1) for n, w in zip(numbers, factors, strict=True))
-        for row, numbers, factors in zip(X, CHOSEN.tolist(), GIVEN.tolist(), strict=True)
+        for row, numbers, factors in zip(X, CHOSEN.tolist(), ROUTING.tolist(), strict=True)
     ]).detach()  # fmt: skip
     # Beside it, expert 3 is used with the weights of expert 2, so that it would be the nearer one.
     used = torch.stack([
         sum(w * expert(3, row) for n, w in zip(numbers, factors, strict=True) if n == 2) + torch.zeros(D)
-        for row, numbers, factors in zip(X, CHOSEN.tolist(), GIVEN.tolist(), strict=True)
+        for row, numbers, factors in zip(X, CHOSEN.tolist(), ROUTING.tolist(), strict=True)
     ]).detach()  # fmt: skip
     rows = [at for at, pair in enumerate(PAIRS) if 3 not in pair]
-    failure = of((part + used)[rows], chosen=CHOSEN[rows], weights=GIVEN[rows], x=X[rows])
+    failure = of((part + used)[rows], chosen=CHOSEN[rows], weights=ROUTING[rows], x=X[rows])
     causes = by_cause(experts.wrong_experts, failure)
     assert ("expert 2 is computed with the weights of expert 3" in causes) != is_own
 
@@ -230,7 +230,7 @@ def test_an_expert_is_its_own_where_its_weights_are_nearly_what_they_should_be(o
 def without(numbers, rows=range(ROWS)):
     gone = torch.zeros(ROWS, dtype=torch.bool)
     gone[list(rows)] = True
-    weights = GIVEN.clone()
+    weights = ROUTING.clone()
     for number in numbers:
         weights[(number == CHOSEN) & gone[:, None]] = 0
     return weights
@@ -269,7 +269,7 @@ def test_an_expert_that_many_right_rows_chose_is_not_lost(of, num_right, is_lost
 
 @pytest.mark.parametrize(("share", "is_out"), [(0.49, True), (0.51, False)])
 def test_less_than_half_of_a_weight_is_a_lost_output(of, share, is_out):
-    weights = GIVEN.clone()
+    weights = ROUTING.clone()
     weights[CHOSEN == 2] *= share
     assert ("the output of expert 2 is not added" in by_cause(experts.wrong_experts, of(mixed(weights)))) == is_out
 
@@ -287,7 +287,7 @@ def alone(of, one=None, *, weight=1.0, right=RIGHT, rows=HALF, actual=None):
     def part(number, row):
         return weight * (one or expert)(number, row) if number == 2 else expert(number, row)
 
-    chosen, weights, x = CHOSEN[rows], GIVEN[rows], X[rows]
+    chosen, weights, x = CHOSEN[rows], ROUTING[rows], X[rows]
     actual = mixed(weights, one=part, chosen=chosen, x=x) if actual is None else actual
     return of(actual, chosen=chosen, weights=weights, x=x, others=right)
 
@@ -304,7 +304,7 @@ def test_one_expert_that_computes_something_else(of):
         "left out": lambda x: x,
     }  # fmt: skip
     expected = {
-        f"the weights of expert 2 are those of expert 2 of {OTHER}": changed(lambda n, row: expert(n, row, THEIRS)),
+        f"the weights of expert 2 are those of expert 2 of {FAR_TAP}": changed(lambda n, row: expert(n, row, FAR)),
         **{f"expert 2 is computed with the weights of expert {at}": changed(lambda n, row, at=at: expert(at, row))
            for at in (0, 1, 3)},
         "in expert 2, gate and up are swapped": changed(lambda n, row: expert(n, row, is_swapped=True)),
@@ -367,7 +367,7 @@ def test_the_mixture_is_what_the_module_gives(of):
     hypotheses = mixture_of(of())
     for number in range(E):
         torch.testing.assert_close(hypotheses.outputs[number], torch.stack([expert(number, row) for row in X]))
-    for row, (pair, weights) in enumerate(zip(PAIRS, GIVEN.tolist(), strict=True)):
+    for row, (pair, weights) in enumerate(zip(PAIRS, ROUTING.tolist(), strict=True)):
         assert hypotheses.table[row].tolist() == [dict(zip(pair, weights, strict=True)).get(n, 0.0) for n in range(E)]
     torch.testing.assert_close(hypotheses.weights_used(), hypotheses.table)
     assert hypotheses.rows_of(3).tolist() == [3 in pair for pair in PAIRS]
@@ -383,7 +383,7 @@ def test_inputs_may_come_in_any_order(of):
             **vars(failure), "operation": operation, "inputs": [failure.inputs[at] for at in order],
         }))  # fmt: skip
         assert torch.equal(hypotheses.chosen, CHOSEN)
-        assert torch.equal(hypotheses.weights, GIVEN)
+        assert torch.equal(hypotheses.weights, ROUTING)
         assert torch.equal(hypotheses.x, X)
 
 
@@ -394,7 +394,7 @@ def test_nothing_is_said_of_what_is_not_that_mixture(of, monkeypatch):
     far[3] *= 1 + 1.1e-5
     assert mixture_of(of(expected=near)) is not None
     assert mixture_of(of(expected=far)) is None
-    assert mixture_of(of(weights=GIVEN[:, :1], expected=expected)) is None
+    assert mixture_of(of(weights=ROUTING[:, :1], expected=expected)) is None
     assert by_cause(experts.wrong_experts, of(expected=far)) == {}
     for most, is_said in ((E * ROWS * D, True), (E * ROWS * D - 1, False)):
         monkeypatch.setattr(mixture, "_MAX_ELEMENTS", most)
@@ -424,8 +424,8 @@ def test_the_number_of_experts_is_that_of_its_three_dimensional_tensors():
 
 def test_the_halves_of_a_stacked_weight():
     """They can be told where only one dimension is twice as long as the inner one."""
-    exchange = experts._gate_and_up_exchanged(OWN)
-    weight = OWN.gate_up_proj.detach()
+    exchange = experts._gate_and_up_exchanged(RIGHT_EXPERTS)
+    weight = RIGHT_EXPERTS.gate_up_proj.detach()
     torch.testing.assert_close(exchange("gate_up_proj", weight), torch.cat((weight[:, F:], weight[:, :F]), dim=1))
     bias = random(E, 2 * F)
     torch.testing.assert_close(exchange("gate_up_proj_bias", bias), torch.cat((bias[:, F:], bias[:, :F]), dim=1))
@@ -443,11 +443,11 @@ def test_the_halves_of_a_stacked_weight():
 
 
 def test_a_model_is_as_it_was_afterwards(of):
-    before = {name: tensor.clone() for name, tensor in OWN.named_parameters()}
-    act = OWN.act_fn
+    before = {name: tensor.clone() for name, tensor in RIGHT_EXPERTS.named_parameters()}
+    act = RIGHT_EXPERTS.act_fn
     list(experts.wrong_experts(of()))
-    assert OWN.act_fn is act
-    assert all(torch.equal(tensor, before[name]) for name, tensor in OWN.named_parameters())
+    assert RIGHT_EXPERTS.act_fn is act
+    assert all(torch.equal(tensor, before[name]) for name, tensor in RIGHT_EXPERTS.named_parameters())
 
 
 def test_an_activation_of_the_models_own_is_no_cause(of):

@@ -19,7 +19,7 @@ from .test_experts import Experts, expert
 
 E, D, ROWS = 4, 8, 10
 X, SHARED = random(ROWS, D, seed=31), random(ROWS, D, seed=32)
-BLOCK, OTHER = "model.layers.1.mlp", "model.layers.0.mlp"
+BLOCK, FAR_BLOCK = "model.layers.1.mlp", "model.layers.0.mlp"
 NORM, TABLE, GATE = "model.layers.1.norm", "model.layers.1.mlp.gate:1", "model.layers.1.mlp.gate:0"
 
 
@@ -93,7 +93,7 @@ class Plain(Router):
         return super().forward(x)[1]
 
 
-class Other(nn.Module):
+class RowsAndChoice(nn.Module):
     def forward(self, x):
         return (x, torch.zeros(len(x), 2, dtype=torch.int64))
 
@@ -103,7 +103,7 @@ class Other(nn.Module):
     [
         (Router(ROUTER, extra=(torch.zeros(ROWS, 2, dtype=torch.int64),)), GATE),  # whose of the two?
         (Plain(ROUTER), GATE),
-        (Other(), GATE),
+        (RowsAndChoice(), GATE),
         (Router(ROUTER), "model.layers.1.mlp.gate"),  # all that it gives: no part of a tuple
     ],
 )
@@ -151,14 +151,14 @@ def slotted(folder, actual=None, *, inputs=INPUTS, expected=None, block=None, re
     names = ("a", "b", "c")
     operation = Operation(tap=BLOCK, kind=Kind.OTHER, inputs=names[: len(inputs)], source=BLOCK)
     operations = (*(Operation(tap=name, kind=Kind.OTHER, source=name) for name in names), operation,
-                  Operation(tap=OTHER, kind=Kind.OTHER, source=OTHER))  # fmt: skip
+                  Operation(tap=FAR_BLOCK, kind=Kind.OTHER, source=FAR_BLOCK))  # fmt: skip
     all_rows = table() if recorded_table is None else recorded_table
     step = {"request": [0] * len(all_rows), "position": list(range(len(all_rows))),
             "taps": {names[at]: all_rows for at, item in enumerate(inputs) if item.shape[1] == E}}  # fmt: skip
     recording = recorded(folder, [step], lengths=((len(all_rows) + 1, 2),))
     expected = slots() if expected is None else expected
     model = ToyModel(*operations, modules={
-        BLOCK: block or Block(1), OTHER: Block(11), **{name: nn.Identity() for name in names},
+        BLOCK: block or Block(1), FAR_BLOCK: Block(11), **{name: nn.Identity() for name in names},
     })  # fmt: skip
     return failure_of(
         operation, expected if actual is None else actual, expected, *inputs, model=model, recording=recording
@@ -188,7 +188,7 @@ def test_scores_that_are_used_otherwise(tmp_path):
         "the router's weights are applied twice": slots(lambda row, s, n: expert(n, s * s * row)),
         "the shared expert is not added": slots(base=0.0),
         "the routed experts are not added": SHARED,
-        f"the experts are those of {OTHER}": slots(lambda row, s, n: expert(n, s * row, Experts(11))),
+        f"the experts are those of {FAR_BLOCK}": slots(lambda row, s, n: expert(n, s * row, Experts(11))),
         "gate and up are swapped": slots(lambda row, s, n: expert(n, s * row, is_swapped=True)),
     }
     hypotheses = by_cause(experts.wrong_experts, slotted(tmp_path / "r"))
@@ -235,8 +235,8 @@ def test_the_choices_of_slots_are_the_places_of_their_scores(tmp_path):
 def test_the_experts_of_another_layer_are_found_as_its_own(tmp_path):
     failure = slotted(tmp_path / "r")
     (another,) = others_like(failure)
-    assert another.tap == OTHER
-    assert experts_of(failure, another) is failure.hf.modules[OTHER].experts
+    assert another.tap == FAR_BLOCK
+    assert experts_of(failure, another) is failure.hf.modules[FAR_BLOCK].experts
     direct = replace(another, source="direct")
     failure.hf.modules["direct"] = Experts(1)
     assert experts_of(failure, direct) is failure.hf.modules["direct"]

@@ -169,16 +169,16 @@ TURNED = [  # what yields it, the cause, how the rows are turned
     (rotation.other_tables, "the rotary table's sine is left out: only the cosine is applied", {"sin": lambda _: 0.0}),
     (rotation.other_tables, "the rotary table's cosine is left out: only the sine is applied", {"cos": lambda _: 0.0}),
 ]  # fmt: skip
-IGNORED, OTHER = of_frequencies.scaling_ignored, of_frequencies.other_scaling
+IGNORED, SCALING = of_frequencies.scaling_ignored, of_frequencies.other_scaling
 SCALED = [  # what yields it, the cause, the model's parameters, those that are used, how the rows are turned besides
     (IGNORED, "rope scaling (llama3) is ignored", LLAMA3, PLAIN, {}),
     (IGNORED, "rope scaling (linear) is ignored", LINEAR, PLAIN, {}),
     (IGNORED, "rope scaling (yarn) is ignored but for its factor of cos and sin", YARN, PLAIN,
      {"scaling": scaled(YARN)[1]}),
-    (OTHER, "rope scaling: the ends of yarn's ramp are not rounded to whole dimensions", YARN, UNROUNDED, {}),
-    (OTHER, "rope scaling: the ends of yarn's ramp are rounded to whole dimensions", UNROUNDED, YARN, {}),
-    (OTHER, "rope scaling: factor is 32 instead of 8", LLAMA3, {**LLAMA3, "factor": 32.0}, {}),
-    *((OTHER, FOREIGN.format("yarn", factor), PLAIN, foreign_yarn(factor), {}) for factor in FACTORS),
+    (SCALING, "rope scaling: the ends of yarn's ramp are not rounded to whole dimensions", YARN, UNROUNDED, {}),
+    (SCALING, "rope scaling: the ends of yarn's ramp are rounded to whole dimensions", UNROUNDED, YARN, {}),
+    (SCALING, "rope scaling: factor is 32 instead of 8", LLAMA3, {**LLAMA3, "factor": 32.0}, {}),
+    *((SCALING, FOREIGN.format("yarn", factor), PLAIN, foreign_yarn(factor), {}) for factor in FACTORS),
 ]  # fmt: skip
 BASE, PARTIAL = of_frequencies.wrong_theta, of_frequencies.partial_rotary
 
@@ -188,8 +188,8 @@ def slower(factor):
 
 
 FREQUENCIES = [  # what yields it, the cause, the frequencies that are used, numbers that are fitted
-    *((OTHER, FOREIGN.format("linear", factor), slower(factor), 0) for factor in FACTORS),
-    *((OTHER, FOREIGN.format("linear", factor), slower(factor), 1) for factor in (1.5, 6.0, 0.1)),
+    *((SCALING, FOREIGN.format("linear", factor), slower(factor), 0) for factor in FACTORS),
+    *((SCALING, FOREIGN.format("linear", factor), slower(factor), 1) for factor in (1.5, 6.0, 0.1)),
     *((BASE, f"wrong rope theta: {theta:g} instead of 10000", frequencies(theta), 0) for theta in THETAS),
     *((BASE, f"wrong rope theta: {x:g} instead of 10000", frequencies(x), 1) for x in (130.0, 3400.0, 7.3e7)),
     *((PARTIAL, f"partial rotary: the first {dim} of 16 elements turn", frequencies(dim=dim), 0) for dim in (4, 8, 12)),

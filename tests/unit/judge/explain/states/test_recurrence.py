@@ -54,13 +54,16 @@ class Mixer(nn.Module):
         return self.out_proj(torch.stack(rows)[None])
 
 
-OWN, OTHER = Mixer(), Mixer(12)
+RIGHT_MIXER, FAR_MIXER = Mixer(), Mixer(12)
 
 
 def scan(sequence, *, a_log=None, d=None, weight=None, is_growing=False, convolved=None):
     """Rows of a sequence of places, in plain numbers; `convolved` gives what the convolution gives at a place."""
-    a_log = (OWN.A_log if a_log is None else a_log).tolist()
-    d, weight = (OWN.D if d is None else d).tolist(), (OWN.conv1d.weight if weight is None else weight)[:, 0].tolist()
+    a_log = (RIGHT_MIXER.A_log if a_log is None else a_log).tolist()
+    d, weight = (
+        (RIGHT_MIXER.D if d is None else d).tolist(),
+        (RIGHT_MIXER.conv1d.weight if weight is None else weight)[:, 0].tolist(),
+    )
     h, before, rows = [0.0] * WIDTH, [0.0] * WIDTH, []
     for place in sequence:
         x = X[place].tolist()
@@ -75,7 +78,7 @@ def scan(sequence, *, a_log=None, d=None, weight=None, is_growing=False, convolv
 
 def taken(sequence):
     """What the convolution gives over a sequence of places."""
-    weight, before, rows = OWN.conv1d.weight[:, 0], torch.zeros(WIDTH), []
+    weight, before, rows = RIGHT_MIXER.conv1d.weight[:, 0], torch.zeros(WIDTH), []
     for place in sequence:
         rows.append(weight[:, 0] * before + weight[:, 1] * X[place])
         before = X[place]
@@ -116,7 +119,7 @@ class Tree(nn.Module):
 
 @pytest.fixture(scope="module")
 def of(tmp_path_factory):
-    def make(actual=None, places=PLACES, *, expected_rows=OWN, dtype=torch.float32, expected=None, omitted=()):
+    def make(actual=None, places=PLACES, *, expected_rows=RIGHT_MIXER, dtype=torch.float32, expected=None, omitted=()):
         own_operation = Operation(tap=Y, kind=Kind.OTHER, inputs=(IN,), source=f"{OUT}:input")
         operations = (
             Operation(tap=ENTRY, kind=Kind.NORM, source=ENTRY),
@@ -134,7 +137,7 @@ def of(tmp_path_factory):
         recording = recorded(tmp_path_factory.mktemp("state") / "r", steps, lengths=((9, 6), (6, 3)))
         layers = (f"model.layers.{at}" for at in range(2))
         modules = {path: nn.Module() for path in ("model", "model.layers", *layers, ENTRY)}
-        for path, mixer in ((MIXER, expected_rows), (THEIRS, OTHER)):
+        for path, mixer in ((MIXER, expected_rows), (THEIRS, FAR_MIXER)):
             modules[path] = mixer
             modules |= {f"{path}.{name}": getattr(mixer, name) for name in ("in_proj", "out_proj", "conv1d")}
         model = ToyModel(*operations, modules=modules, _attn_implementation="sdpa")
@@ -278,8 +281,8 @@ HALVES = ("bfloat16", "float16")
 def test_parameters_that_are_others(of, dtype):
     tried = {}
     for name, key, expected_rows, theirs in (
-        ("A_log", "a_log", OWN.A_log, OTHER.A_log), ("D", "d", OWN.D, OTHER.D),
-        ("conv1d.weight", "weight", OWN.conv1d.weight, OTHER.conv1d.weight),
+        ("A_log", "a_log", RIGHT_MIXER.A_log, FAR_MIXER.A_log), ("D", "d", RIGHT_MIXER.D, FAR_MIXER.D),
+        ("conv1d.weight", "weight", RIGHT_MIXER.conv1d.weight, FAR_MIXER.conv1d.weight),
     ):  # fmt: skip
         changed = {"is zero: left out, or not loaded": expected_rows * 0, "is that of layer 0": theirs}
         if dtype is torch.float32:
@@ -314,7 +317,7 @@ def test_a_decay_whose_sign_is_wrong(right):
     ],
 )  # fmt: skip
 def test_a_parameter_that_is_scaled(of, name, change, factor):
-    expected_rows = {"D": OWN.D, "conv1d.weight": OWN.conv1d.weight}[name]
+    expected_rows = {"D": RIGHT_MIXER.D, "conv1d.weight": RIGHT_MIXER.conv1d.weight}[name]
     actual = of_sequences(HISTORIES.values(), **change(expected_rows))
     hypotheses = by_cause(recurrence.wrong_state, of(actual))[f"{name} is scaled by {factor:.4g}"]
     assert hypotheses.num_fitted == 1
@@ -325,13 +328,13 @@ def test_a_parameter_that_is_scaled(of, name, change, factor):
     ("factor", "is_said"), [(1.0008, False), (1.0012, True), (0.0008, False), (-1.0008, False), (-1.0012, True)]
 )
 def test_a_factor_that_has_a_name_is_not_fitted(of, factor, is_said):
-    actual = of_sequences(HISTORIES.values(), d=factor * OWN.D)
+    actual = of_sequences(HISTORIES.values(), d=factor * RIGHT_MIXER.D)
     assert any(cause.startswith("D is scaled") for cause in by_cause(recurrence.wrong_state, of(actual))) == is_said
 
 
 @pytest.mark.parametrize("factor", [1.3, 0.6])
 def test_a_decay_that_is_scaled(of, right, factor):
-    actual = of_sequences(HISTORIES.values(), a_log=OWN.A_log + math.log(factor))
+    actual = of_sequences(HISTORIES.values(), a_log=RIGHT_MIXER.A_log + math.log(factor))
     hypotheses = by_cause(recurrence.wrong_state, of(actual))
     hypothesis = hypotheses[f"the decay of the state is scaled by {factor:.4g}"]
     torch.testing.assert_close(hypothesis.output, actual, rtol=1e-4, atol=1e-5)
@@ -340,6 +343,6 @@ def test_a_decay_that_is_scaled(of, right, factor):
 
 
 def test_a_model_is_as_it_was_afterwards(of):
-    before = {name: tensor.clone() for name, tensor in OWN.named_parameters()}
+    before = {name: tensor.clone() for name, tensor in RIGHT_MIXER.named_parameters()}
     by_cause(recurrence.wrong_state, of())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in OWN.named_parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in RIGHT_MIXER.named_parameters())
