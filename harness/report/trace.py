@@ -19,7 +19,7 @@ from harness.results.trace import (
 
 _IDLE = ("host_late_us", "queued_us", "in_graph_us", "other_us")
 MAX_ROWS = 20
-_MAX_PRODUCTS = 10
+_MAX_RATES = 10
 """Rows of a table."""
 MAX_SIZES = 5
 """Sizes of a phase that are shown."""
@@ -28,7 +28,7 @@ _NAME_WIDTH = 60
 
 
 def summary_text(summaries: Sequence[TraceSummary], *, peak_flops_per_s: float | None = None) -> str:
-    """Return one block a file; products as shares of a peak where one is given."""
+    """Return one block a file; rates of products as shares of a peak where one is passed."""
     parts = [*(_summary(summary, peak_flops_per_s) for summary in summaries), _devices(summaries), _graphs(summaries)]
     parts.append(_waits_for_ranks(summaries))
     return "\n\n".join(part for part in parts if part)
@@ -61,17 +61,25 @@ def _innermost(path: str) -> str:
     return "/".join(path.split("/")[-2:])
 
 
-def _products(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
+def _rates(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
+    """Return what operators reached, as a share of the card's data sheet, or of a peak that was passed."""
     rows = [
         [
-            *_cells(product.name, product.shapes, product.count, product.time_us),
-            f"{product.flops_per_s / 1e9:,.1f}",
-            *([f"{product.flops_per_s / peak_flops_per_s:.1%}"] if peak_flops_per_s else []),
+            *_cells(rate.name, rate.shapes, rate.count, rate.time_us),
+            *_share(rate.flops_per_s, peak_flops_per_s or rate.peak_flops_per_s),
+            *_share(rate.bytes_per_s, rate.peak_bytes_per_s),
         ]
-        for product in summary.products[:_MAX_PRODUCTS]
+        for rate in summary.rates[:_MAX_RATES]
     ]
-    time = "GPU us" if any(product.has_device for product in summary.products) else "us"
-    return _limited(rows, ["product", "shapes", "count", time, "GFLOP/s", *(["of peak"] if peak_flops_per_s else [])])
+    time = "GPU us" if any(rate.has_device for rate in summary.rates) else "us"
+    return _limited(rows, ["operator", "shapes", "count", time, "TFLOP/s", "of peak", "TB/s", "of peak"])
+
+
+def _share(per_s: float, peak_per_s: float | None) -> tuple[str, str]:
+    """Return a rate in 10^12 a second, and as a share of the peak."""
+    if not per_s:
+        return "-", "-"
+    return f"{per_s / 1e12:,.3g}", f"{per_s / peak_per_s:.0%}" if peak_per_s else "-"
 
 
 def _devices(summaries: Sequence[TraceSummary]) -> str:
@@ -152,7 +160,7 @@ def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
             _cells(row.phase, row.name, row.count, row.num_operators, row.total_us) for row in summary.operations
         ]
         parts.append(fitted_table(operations, ["phase", "operation", "count", "operators", "us"], num_names=2))
-    parts += [_modules(summary), _module_kernels(summary), _products(summary, peak_flops_per_s)]
+    parts += [_modules(summary), _module_kernels(summary), _rates(summary, peak_flops_per_s)]
     operators = [_cells(row.phase, row.short_name, row.count, row.self_us, row.total_us) for row in summary.operators]
     parts.append(_limited(operators, ["phase", "operator", "count", "self us", "us"]))
     return "\n\n".join(part for part in parts if part)

@@ -102,22 +102,33 @@ class ModuleKernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceProduct:
-    """All matrix products of one operator and shape."""
+class TraceRate:
+    """All calls of one operator with inputs of one shape and dtype, whose work follows from these."""
 
     name: str
     shapes: str
-    """Of its inputs, as the trace has them: `[[128, 256], [256, 512]]`."""
+    """Of the tensors among its inputs: `[128, 256] [256, 512]`."""
     count: int
     time_us: float
     """Of the kernels that it launched, or of the operator where the trace has no kernels."""
     flops: int
+    """Of all calls; 0 for an operator that is no matrix product."""
+    num_bytes: int
+    """Of the inputs and the result, of all calls: what memory must move at least. 0 where the dtypes are not known."""
     has_device: bool
+    peak_flops_per_s: float | None
+    """Of the card with these dtypes, by its data sheet; None for a card that is not known."""
+    peak_bytes_per_s: float | None
 
     @property
     def flops_per_s(self) -> float:
-        """The rate that it reached."""
+        """The rate of arithmetic that it reached."""
         return self.flops / self.time_us * 1e6 if self.time_us else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate of memory that it reached at least; above the peak, a cache held what it read."""
+        return self.num_bytes / self.time_us * 1e6 if self.time_us else 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -251,7 +262,7 @@ class TraceSummary:
     """In order of their first call; empty if the trace has no `nn.Module` events."""
     module_kernels: tuple[ModuleKernel, ...] = ()
     """Those that take longest first; empty if the trace has no `nn.Module` events, or no kernels."""
-    products: tuple[TraceProduct, ...] = ()
+    rates: tuple[TraceRate, ...] = ()
     """Those that take longest first; empty if the trace has no shapes."""
     devices: tuple[DeviceActivity, ...] = ()
     rank: int | None = None

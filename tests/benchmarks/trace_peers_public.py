@@ -76,7 +76,7 @@ def peer_figures(python: str, trace: Path, step: str, instance: int) -> tuple[di
 def our_figures(trace: Path) -> dict[str, float]:
     summary = summarize(trace)
     (device,) = summary.devices[:1]
-    products = [product for product in summary.products if product.name in ("aten::mm", "aten::addmm", "aten::bmm")]
+    products = [rate for rate in summary.rates if rate.name in ("aten::mm", "aten::addmm", "aten::bmm")]
     communication = device.communication
     return {
         "span": device.span_us,

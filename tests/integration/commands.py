@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import math
 import shutil
 import signal
 import sys
@@ -17,6 +18,7 @@ import torch
 
 import reference_engine.cli
 from harness.cli.main import run
+from harness.command import progress
 from harness.oracle.golden import INFO_FILE, GoldenInfo
 
 ENGINE = """
@@ -66,6 +68,9 @@ def harness(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     """Run a command of the harness; no way to end shows a traceback."""
     for name in ("CI", "HARNESS_TRACEBACK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(
+        progress, "LINE_EVERY_S", math.inf
+    )  # a slow machine would write a line where a fast one has none
 
     def call(*arguments: object) -> Ran:
         capsys.readouterr()

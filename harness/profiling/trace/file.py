@@ -65,13 +65,15 @@ class Trace:
     """The id that a kernel shares with the call that launched it; -1 for everything else."""
     begin_us: float
     """Of the first event, on the file's own clock."""
-    shapes: tuple[str, ...]
-    """Shapes of operators' inputs as the file has them, each once; the empty text first."""
-    shape: NDArray[np.int32]
-    """Index into `shapes`."""
+    inputs: tuple[tuple[str, str], ...]
+    """Shapes and dtypes of operators' inputs, as the file has them; each pair once, that of empty texts first."""
+    input: NDArray[np.int32]
+    """Index into `inputs`."""
     memory: MemoryColumns
     rank: int | None = None
     """Of the process in a distributed run, where the file says it."""
+    device_names: tuple[str, ...] = ()
+    """Of the GPUs, as their driver calls them."""
 
     @property
     def end_ns(self) -> NDArray[np.int64]:
@@ -93,12 +95,13 @@ _Id = Annotated[int, msgspec.Meta(ge=NO_CORRELATION, le=2**63 - 1)]
 _Time = Annotated[float, msgspec.Meta(ge=-_LONGEST_US, le=_LONGEST_US)]
 
 
-_NO_SHAPES = msgspec.Raw(b"")
+_NOTHING = msgspec.Raw(b"")
 
 
 class _Arguments(msgspec.Struct, gc=False, frozen=True):
     correlation: _Id = NO_CORRELATION
-    shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=_NO_SHAPES)
+    shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=_NOTHING)
+    dtypes: msgspec.Raw = msgspec.field(name="Input type", default=_NOTHING)
     address: int | str = msgspec.field(name="Addr", default=0)
     num_bytes: int = msgspec.field(name="Bytes", default=0)
     device: _Id = msgspec.field(name="Device Id", default=-1)
@@ -122,9 +125,14 @@ class _Distributed(msgspec.Struct):
     rank: int | None = None
 
 
+class _Device(msgspec.Struct):
+    name: str = ""
+
+
 class _Document(msgspec.Struct):
     traceEvents: list[msgspec.Raw]  # noqa: N815  the format's own name
     distributedInfo: _Distributed | None = None  # noqa: N815
+    deviceProperties: list[_Device] = []  # noqa: N815
 
 
 _Content = _Document | list[msgspec.Raw]
@@ -132,6 +140,7 @@ _Content = _Document | list[msgspec.Raw]
 _Key = TypeVar("_Key")
 _Label = tuple[str, str]
 _Thread = tuple[int | str, int | str]
+_Input = tuple[bytes, bytes]
 
 
 def trace_files(paths: Iterable[Path]) -> list[Path]:
@@ -176,8 +185,7 @@ def read_trace(path: Path) -> Trace:
     try:
         content = msgspec.json.decode(text, type=_Content)
         document = _Document(content) if isinstance(content, list) else content
-        distributed = document.distributedInfo
-        trace = _columns(document.traceEvents, distributed.rank if distributed else None)
+        trace = _columns(document)
     except msgspec.ValidationError as error:
         what = f"the file is no trace of torch: {error}"
         raise HarnessError(Code.NO_TRACE_EVENTS, what, where=path, expected=_EXPECTED, hint=_EXPORT_HINT) from error
@@ -256,13 +264,14 @@ def _decompressed(path: Path) -> bytearray:
     return text
 
 
-def _columns(events: Sequence[msgspec.Raw], rank: int | None) -> Trace:
+def _columns(document: _Document) -> Trace:
+    events = document.traceEvents
     labels, threads, processes = _Numbers[_Label](), _Numbers[_Thread](), _Numbers[int | str]()
-    shapes = _Numbers[bytes]()
-    shapes[b""]
+    inputs = _Numbers[_Input]()
+    inputs[b"", b""]
     memory: list[_Event] = []
-    batches = [_batch(batch, labels, threads, shapes) for batch in _batches(events, memory)]
-    start_us, duration_us, label, thread, correlation, shape = (
+    batches = [_batch(batch, labels, threads, inputs) for batch in _batches(events, memory)]
+    start_us, duration_us, label, thread, correlation, shapes_and_dtypes = (
         np.concatenate(columns) for columns in zip(*batches, strict=True)
     )
     begin_us = start_us.min(initial=np.inf)
@@ -278,10 +287,11 @@ def _columns(events: Sequence[msgspec.Raw], rank: int | None) -> Trace:
         processes=np.array([processes[process] for process, _ in threads], np.int32),
         correlation=correlation,
         begin_us=float(begin_us),
-        shapes=tuple(text.decode(errors="replace") for text in shapes),
-        shape=shape,
+        inputs=tuple((shapes.decode(errors="replace"), dtypes.decode(errors="replace")) for shapes, dtypes in inputs),
+        input=shapes_and_dtypes,
         memory=allocations,
-        rank=rank,
+        rank=document.distributedInfo.rank if document.distributedInfo else None,
+        device_names=tuple(device.name for device in document.deviceProperties),
     )
 
 
@@ -317,15 +327,16 @@ def _address(value: int | str) -> int:
 
 
 def _batch(
-    events: Sequence[_Event], labels: _Numbers[_Label], threads: _Numbers[_Thread], shapes: _Numbers[bytes]
+    events: Sequence[_Event], labels: _Numbers[_Label], threads: _Numbers[_Thread], inputs: _Numbers[_Input]
 ) -> tuple[NDArray[np.generic], ...]:
-    """Return start, duration, label, thread, correlation and shape, gathered without a line of Python per event."""
+    """Return start, duration, label, thread, correlation and inputs, gathered without a line of Python per event."""
     num = len(events)
+    shapes, dtypes = (map(bytes, map(attrgetter(name), events)) for name in ("args.shapes", "args.dtypes"))
     return (
         np.fromiter(map(attrgetter("ts"), events), np.float64, num),
         np.fromiter(map(attrgetter("dur"), events), np.float64, num),
         np.fromiter(map(labels.__getitem__, map(attrgetter("cat", "name"), events)), np.int32, num),
         np.fromiter(map(threads.__getitem__, map(attrgetter("pid", "tid"), events)), np.int32, num),
         np.fromiter(map(attrgetter("args.correlation"), events), np.int64, num),
-        np.fromiter(map(shapes.__getitem__, map(bytes, map(attrgetter("args.shapes"), events))), np.int32, num),
+        np.fromiter(map(inputs.__getitem__, zip(shapes, dtypes, strict=True)), np.int32, num),
     )

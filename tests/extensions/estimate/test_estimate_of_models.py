@@ -9,8 +9,9 @@ from harness.engines import open_engine
 from harness.errors import Code, HarnessError
 from harness.extensions.estimate.meta_model import MetaModel, read_config
 from harness.extensions.estimate.report import estimate_text
-from harness.extensions.estimate.run import GPUS, estimate
+from harness.extensions.estimate.run import estimate
 from harness.profiling.formulas import operation_costs
+from harness.profiling.gpus import GPUS
 from harness.results.profile import StepShape
 
 CONTEXT = 50

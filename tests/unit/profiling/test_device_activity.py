@@ -115,11 +115,82 @@ def test_a_difference_names_modules(ranks, tmp_path):
 
 
 def test_products_have_the_rate_of_their_kernels(ranks):
-    (product,) = summarize(ranks[0]).products
-    assert (product.name, product.shapes, product.count) == ("aten::mm", "[[128, 256], [256, 512]]", 2)
+    (product,) = summarize(ranks[0]).rates
+    assert (product.name, product.shapes, product.count) == ("aten::mm", "[128, 256] [256, 512]", 2)
     assert product.flops == 2 * 2 * 128 * 256 * 512
     assert product.time_us == pytest.approx(50 + 100 + 50 + 4 + 60)
     assert product.flops_per_s == pytest.approx(product.flops / 264e-6)
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def rates_of(tmp_path, *operators, card=H100):
+    """Return the rates of operators on a card; each is a name, shapes and dtypes, and launches one kernel of 10 us."""
+    events = []
+    for number, (name, shapes, dtypes) in enumerate(operators):
+        at = {"ph": "X", "pid": 1, "tid": 1, "ts": 100.0 * number, "dur": 50.0}
+        arguments = {"Input Dims": shapes, "Input type": dtypes}
+        events.append(at | {"cat": "cpu_op", "name": name, "args": arguments})
+        launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at["ts"] + 1, "dur": 1.0}
+        events.append(at | launch | {"args": {"correlation": number}})
+        kernel = {"cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": at["ts"] + 5, "dur": 10.0}
+        events.append(at | kernel | {"args": {"correlation": number, "stream": 7}})
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events, "deviceProperties": [{"id": 0, "name": card}]}))
+    return summarize(path).rates
+
+
+BF16, F32, SCALAR = "c10::BFloat16", "float", "Scalar"
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "dtypes", "flops", "num_bytes"),
+    [
+        ("aten::mm", [[8, 4], [4, 2]], [BF16, BF16], 2 * 8 * 4 * 2, 2 * (8 * 4 + 4 * 2 + 8 * 2)),
+        ("aten::addmm", [[2], [8, 4], [4, 2], [], []], [F32, F32, F32, SCALAR, SCALAR], 128, 4 * (2 + 32 + 8 + 16)),
+        ("aten::mul", [[8, 1, 4], [2, 1]], [F32, F32], 0, 4 * (32 + 2 + 8 * 2 * 4)),
+        ("aten::add_", [[8, 4], [8, 4], []], [BF16, BF16, SCALAR], 0, 2 * 3 * 32),
+        ("aten::copy_", [[8, 4], [8, 4], []], [BF16, F32, SCALAR], 0, 2 * 32 + 4 * 32),
+        ("aten::mean", [[8, 4], [], []], [F32, "", ""], 0, 4 * 32),
+        ("aten::cumsum", [[8, 4], []], [F32, SCALAR], 0, 2 * 4 * 32),
+        ("aten::_flash_attention_forward", [[1, 8, 2, 4]] * 3 + [[8]], [BF16] * 3 + ["int"], 0, 2 * 4 * 64),
+    ],
+)
+def test_the_work_of_an_operator_follows_from_its_shapes(tmp_path, name, shapes, dtypes, flops, num_bytes):
+    (rate,) = rates_of(tmp_path, (name, shapes, dtypes))
+    assert (rate.flops, rate.num_bytes) == (flops, num_bytes)
+    assert (rate.flops_per_s, rate.bytes_per_s) == pytest.approx((flops / 10e-6, num_bytes / 10e-6))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        ("aten::embedding", [[1000, 64], [8]], [F32, "long int"]),  # some rows of the table are read
+        ("aten::mul", [[8, 3], [8, 4]], [F32, F32]),  # not broadcast
+        ("aten::mm", [[8, -4], [4, 2]], [F32, F32]),
+        ("aten::mul", [[2**62, 2**62], []], [F32, SCALAR]),
+        ("aten::mul", [[8]], ["c10::complex<float>"]),
+        ("aten::mul", "[8]", [F32]),
+        ("aten::mm", [[8, 4]], [F32]),
+    ],
+)
+def test_an_operator_whose_work_is_not_known_has_no_rate(tmp_path, operator):
+    assert rates_of(tmp_path, operator) == ()
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "flops_per_s", "bytes_per_s"),
+    [
+        (H100, BF16, 989e12, 3.35e12),
+        (H100, "c10::Float8_e4m3fn", 1979e12, 3.35e12),
+        (H100, "double", None, 3.35e12),
+        ("NVIDIA H100 NVL", BF16, None, None),  # another card of a like name
+    ],
+)
+def test_a_rate_stands_beside_the_data_sheet_of_its_card(tmp_path, card, dtype, flops_per_s, bytes_per_s):
+    (rate,) = rates_of(tmp_path, ("aten::mm", [[8, 4], [4, 2]], [dtype, dtype]), card=card)
+    assert (rate.peak_flops_per_s, rate.peak_bytes_per_s) == (flops_per_s, bytes_per_s)
 
 
 def test_equal_calls_under_equal_callers_are_one_frame(ranks):

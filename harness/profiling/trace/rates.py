@@ -1,0 +1,182 @@
+"""The rates of arithmetic and memory that kernels reached, where the shapes of their operators tell the work.
+
+Operators that are not in the tables below have no rate. The work of a look-up, for example, does not follow from the
+shapes of its inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.base.files import parse_json
+from harness.profiling.gpus import Gpu, reported_gpu
+from harness.profiling.trace.device import is_of_device, launch_of
+from harness.profiling.trace.file import Trace
+from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
+from harness.results.trace import TraceRate
+
+_PRODUCTS = {
+    "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2), "aten::_scaled_mm": (0, 1),
+    "aten::_int_mm": (0, 1), "mkldnn::_linear_pointwise": (0, 1),
+}  # fmt: skip
+"""The two arguments that are multiplied."""
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+_ELEMENTWISE = _aten(
+    "add sub mul div pow neg exp rsqrt sqrt reciprocal sin cos tanh sigmoid silu gelu relu clamp where masked_fill"
+    " _softmax _log_softmax clone maximum minimum"
+)
+"""The result has the shape of all inputs broadcast together, and the dtype of the first."""
+_IN_PLACE = frozenset(["aten::copy_", *(f"{name}_" for name in _ELEMENTWISE)])
+"""The first input is the result; `copy_` does not read what it held."""
+_SCANS = _aten("sort cumsum")
+"""The result is as large as the first input."""
+_REDUCTIONS = _aten("mean sum amax amin max argmax topk")
+"""The result is small beside the input, and not counted."""
+_ATTENTION = _aten(
+    "_flash_attention_forward _scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention"
+    " _scaled_dot_product_efficient_attention _efficient_attention_forward"
+)
+"""Query, key and value come first; the result has the shape of the query. Its arithmetic depends on the mask."""
+_KNOWN = _PRODUCTS.keys() | _ELEMENTWISE | _IN_PLACE | _SCANS | _REDUCTIONS | _ATTENTION
+_ITEMSIZES = {
+    "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
+    "bool": 1, "unsigned char": 1, "signed char": 1, "c10::Float8_e4m3fn": 1, "c10::Float8_e4m3fnuz": 1,
+    "c10::Float8_e5m2": 1,
+}  # fmt: skip
+_PEAKS = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
+"""The dtype of a product by the name of its inputs' dtype."""
+_MOST = 2**63
+"""Of operations and bytes: no call has more."""
+_Shape = tuple[int, ...]
+
+
+class _Work(NamedTuple):
+    inputs: Sequence[_Shape]
+    flops: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Total:
+    count: int = 0
+    cpu_ns: int = 0
+    kernel_ns: int = 0
+
+
+def measured_rates(trace: Trace) -> tuple[TraceRate, ...]:
+    """Return the rates of the operators whose shapes the trace has (`record_shapes=True`), the longest first.
+
+    A kernel counts for the innermost of these operators that launched it. Without kernels, the time is the operator's.
+    """
+    is_known = trace.are(lambda _, name: name in _KNOWN)
+    events = np.flatnonzero(is_known & (trace.input > 0))
+    if not len(events):
+        return ()
+    kernel_ns = _kernel_ns(trace, is_known)
+    totals: dict[tuple[str, int], _Total] = {}
+    for event in events.tolist():
+        total = totals.setdefault((trace.name_of(event), int(trace.input[event])), _Total())
+        total.count += 1
+        total.cpu_ns += int(trace.duration_ns[event])
+        total.kernel_ns += int(kernel_ns[event])
+    gpu = _card(trace)
+    has_device = bool(kernel_ns.any())
+    rates = [_rate(name, *trace.inputs[inputs], total, gpu, has_device) for (name, inputs), total in totals.items()]
+    return tuple(sorted((rate for rate in rates if rate), key=lambda rate: rate.time_us, reverse=True))
+
+
+def _card(trace: Trace) -> Gpu | None:
+    """Return the trace's GPU; None if it is not known, or if there are several kinds."""
+    names = set(trace.device_names)
+    return reported_gpu(names.pop()) if len(names) == 1 else None
+
+
+def _kernel_ns(trace: Trace, is_known: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return for each event the time of the kernels that were launched in it."""
+    kernels = np.flatnonzero(trace.are(is_of_device))
+    launch = launch_of(trace, kernels)
+    kernels, launch = kernels[launch >= 0], launch[launch >= 0]
+    kernel_ns = np.zeros(len(trace.label), np.int64)
+    if len(kernels):
+        events = np.unique(np.concatenate([np.flatnonzero(is_known), launch]))
+        around = innermost(nest(trace, events), is_known)[launch]
+        inside = around != NOT_NESTED
+        np.add.at(kernel_ns, around[inside], trace.duration_ns[kernels[inside]])
+    return kernel_ns
+
+
+def _rate(name: str, shapes: str, dtypes: str, total: _Total, gpu: Gpu | None, has_device: bool) -> TraceRate | None:
+    names = _names(dtypes)
+    work = _work(name, shapes, names)
+    time_ns = total.kernel_ns if has_device else total.cpu_ns
+    if work is None or not time_ns:
+        return None
+    used = names[_PRODUCTS[name][0]] if name in _PRODUCTS and len(names) > 1 else ""
+    dtype = "float8" if used.startswith("c10::Float8") else _PEAKS.get(used, "")
+    return TraceRate(
+        name=name,
+        shapes=" ".join(str(list(dims)) for dims in work.inputs if dims),
+        count=total.count,
+        time_us=time_ns / 1e3,
+        flops=total.count * work.flops,
+        num_bytes=total.count * work.num_bytes,
+        has_device=has_device,
+        peak_flops_per_s=gpu.flops_per_s.get(dtype) if gpu else None,
+        peak_bytes_per_s=gpu.bytes_per_s if gpu else None,
+    )
+
+
+def _names(dtypes: str) -> list[str]:
+    try:
+        names = parse_json(dtypes)
+    except ValueError:
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _work(name: str, shapes: str, dtypes: Sequence[str]) -> _Work | None:
+    """Return the work of one call; None for shapes that the operator cannot have."""
+    try:
+        inputs = [_shape(dims) for dims in parse_json(shapes)]
+        result, flops = _result(name, inputs)
+    except (ValueError, IndexError, TypeError):
+        return None
+    num_bytes = _num_bytes(name, inputs, result, dtypes)
+    is_possible = min(map(min, filter(None, inputs)), default=0) >= 0 and max(flops, num_bytes) < _MOST
+    return _Work(inputs, flops, num_bytes) if is_possible and (flops or num_bytes) else None
+
+
+def _shape(dims: object) -> _Shape:
+    """Return a tensor's shape; empty for a number, for None, and for a list of tensors."""
+    is_shape = isinstance(dims, list) and all(isinstance(dim, int) for dim in dims)
+    return tuple(dims) if is_shape else ()  # type: ignore[arg-type]
+
+
+def _num_bytes(name: str, inputs: Sequence[_Shape], result: _Shape, dtypes: Sequence[str]) -> int:
+    """Return the bytes of the inputs and the result; 0 if the dtype of a tensor is not known."""
+    read = list(zip(inputs, dtypes, strict=False))[: 3 if name in _ATTENTION else None]
+    if len(inputs) != len(dtypes) or not all(dtype in _ITEMSIZES for dims, dtype in read if dims):
+        return 0
+    like = _PRODUCTS[name][0] if name in _PRODUCTS else 0
+    tensors = [*(read[1:] if name == "aten::copy_" else read), (result, dtypes[like])]
+    return sum(prod(dims) * _ITEMSIZES.get(dtype, 0) for dims, dtype in tensors if dims)
+
+
+def _result(name: str, inputs: Sequence[_Shape]) -> tuple[_Shape, int]:
+    """Return the shape of the result, and the floating-point operations."""
+    if name in _PRODUCTS:
+        left, right = (inputs[place] for place in _PRODUCTS[name])
+        width = right[0] if name.startswith("mkldnn") else right[-1]
+        return (*left[:-1], width), 2 * prod(left) * width
+    if name in _ELEMENTWISE:
+        return np.broadcast_shapes(*(dims for dims in inputs if dims)), 0
+    return () if name in _REDUCTIONS else inputs[0], 0
