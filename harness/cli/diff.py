@@ -1,6 +1,6 @@
 """`harness diff`: compare two recordings, or two folders of tensors; measure two recordings in two precisions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -73,20 +73,17 @@ def diff(
     by their content. The result is the first tensor in the order of the run whose difference is far larger than
     rounding makes it.
     """
+    of_judging: dict[str, object] = {"--lora": lora, "--truth": truth, "--lacking": lacking, "--require": require}
+    of_judging |= {"--device": None if device == "cpu" else device}
     if is_dump(expected) and is_dump(actual):
-        options: dict[str, object] = {"--model": model, "--lora": lora, "--truth": truth, "--taps": taps}
-        options |= {"--lacking": lacking, "--require": require, "--local-files-only": local_files_only or None}
-        options |= {"--device": None if device == "cpu" else device}
-        _refuse_unused(options, "two folders of tensors")
+        of_model = {"--model": model, "--taps": taps, "--local-files-only": local_files_only or None}
+        _refuse_unused(of_model | of_judging, "two folders of tensors")
         return _diff_dumps(expected, actual, close, format)
-    from harness.judge.jobs.measure import LEVEL, has_two_precisions, run_measurement
+    from harness.judge.jobs.measure import has_two_precisions
 
     if model is None and has_two_precisions(expected, actual):
-        options = {"--lora": lora, "--truth": truth, "--lacking": lacking, "--require": require}
-        _refuse_unused(options | {"--device": None if device == "cpu" else device}, "recordings in two dtypes")
-        measured = run_measurement(expected, actual, taps=taps or ("*",), level=LEVEL if close is None else close)
-        forms.MEASUREMENT.show(measured, format)
-        return ExitStatus.PASS
+        _refuse_unused(of_judging, "recordings in two dtypes")
+        return _measure(expected, actual, taps or ("*",), close, format)
     _refuse_unused({"--close": close}, "two recordings")
     with progress_bar() as report:
         from harness.judge.jobs.diff import run_diff
@@ -117,6 +114,14 @@ def _diff_dumps(expected: Path, actual: Path, close: float | None, format: str) 
         result = compare_dumps(expected, actual, close=CLOSE if close is None else close, progress=report)
     forms.DUMPS.show(result, format)
     return STATUS[result.outcome]
+
+
+def _measure(expected: Path, actual: Path, taps: Sequence[str], close: float | None, format: str) -> int:
+    from harness.judge.jobs.measure import LEVEL, run_measurement
+
+    measured = run_measurement(expected, actual, taps=taps, level=LEVEL if close is None else close)
+    forms.MEASUREMENT.show(measured, format)
+    return ExitStatus.PASS
 
 
 def _refuse_unused(options: Mapping[str, object], compared: str) -> None:

@@ -83,36 +83,40 @@ def inspect(
     differs from the map in --against.
     """
     if before is not None and (against is None or path is None):
-        what, hint = "--before is about the weights of two checkpoints", "harness inspect A --against B --before OLD"
-        raise HarnessError(Code.BAD_OPTION, what, where="--before", hint=hint)
+        raise _misused(
+            "--before", "--before is about the weights of two checkpoints", "harness inspect A --against B --before OLD"
+        )
     if tensor is not None:
         if path is None or fields or against is not None or map:
-            what, hint = "a tensor lies in a file or folder", "harness inspect PATH --tensor NAME"
-            raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
+            raise _misused("--tensor", "a tensor lies in a file or folder", "harness inspect PATH --tensor NAME")
         return _show_tensor([path] if beside is None else [path, beside], tensor, row, slice, format)
     if beside is not None or row is not None or slice is not None:
-        what, hint = "BESIDE, --row and --slice are about one tensor", "name it: --tensor NAME"
-        raise HarnessError(Code.BAD_OPTION, what, where="--tensor", hint=hint)
+        raise _misused("--tensor", "BESIDE, --row and --slice are about one tensor", "name it: --tensor NAME")
     if modules:
         if path is None or fields or against is not None or map:
-            what, hint = "the modules are those of a checkpoint", "harness inspect PATH --modules"
-            raise HarnessError(Code.BAD_OPTION, what, where="--modules", hint=hint)
+            raise _misused("--modules", "the modules are those of a checkpoint", "harness inspect PATH --modules")
         return _show_modules(path, format)
     if path is not None and against is not None and not fields and not map:
         return _compare_weights(str(path), against, before, local_files_only, format)
     if path is not None and against is None and not fields and not map:
         return _show(path, format)
     if path is not None or "engine" not in fields:
-        what, hint = "one thing is inspected: a path, or an engine", "harness inspect PATH, or --engine NAME --model M"
-        raise HarnessError(Code.BAD_OPTION, what, where="PATH", hint=hint)
+        raise _misused(
+            "PATH", "one thing is inspected: a path, or an engine", "harness inspect PATH, or --engine NAME --model M"
+        )
     if map:
         from harness.cli.tap_map import show_tap_map
 
         return show_tap_map(fields, None if against is None else Path(against), local_files_only, format)
     if against is not None:
-        what, hint = "an engine's settings are compared with HuggingFace's", "add --map, or leave --against out"
-        raise HarnessError(Code.BAD_OPTION, what, where="--against", hint=hint)
+        raise _misused(
+            "--against", "an engine's settings are compared with HuggingFace's", "add --map, or leave --against out"
+        )
     return _show_settings(fields, local_files_only, format)
+
+
+def _misused(where: str, what: str, hint: str) -> HarnessError:
+    return HarnessError(Code.BAD_OPTION, what, where=where, hint=hint)
 
 
 def _show_tensor(paths: list[Path], tensor: str, row: str | None, part: str | None, format: str) -> int:

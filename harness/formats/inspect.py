@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
@@ -20,6 +20,9 @@ from harness.formats.checkpoint.locate import at_hand, reader_of
 from harness.formats.recording.format import MANIFEST_NAME
 from harness.formats.safetensors_header import Header, TensorEntry, read_header
 from harness.formats.taps import prefix_of
+
+if TYPE_CHECKING:
+    from harness.formats.recording.manifest import Manifest
 
 __all__ = ["inspect_path", "render_text"]
 
@@ -144,24 +147,12 @@ def recording_tables(path: Path) -> dict[str, Any]:
     from harness.formats.recording import Recording
 
     with Recording.open(path, verify=False) as recording:
-        manifest, steps, rows = recording.manifest, recording.steps, Counter[str]()
-        for step in steps:
-            for name in step.tap_names:
-                rows[name] += step.num_rows_of(name)
+        manifest, steps = recording.manifest, recording.steps
         return {
             "schema_version": 1,
             "kind": "golden" if manifest.producer.name == "harness.oracle" else "recording",
             "path": str(path),
-            "summary": {
-                "producer": f"{manifest.producer.name} {manifest.producer.version}",
-                "model": manifest.model.id,
-                "dtype": manifest.dtype,
-                "device": manifest.device,
-                "schedule": manifest.schedule,
-                "rank": manifest.rank,
-                "world_size": manifest.world_size,
-                "num_bytes": sum(step.entry.num_bytes for step in steps),
-            },
+            "summary": _recording_summary(manifest) | {"num_bytes": sum(step.entry.num_bytes for step in steps)},
             "requests": [
                 {
                     "id": request.id,
@@ -177,10 +168,27 @@ def recording_tables(path: Path) -> dict[str, Any]:
                 if (entries := [step.entry for step in steps if step.phase == phase])
             ],
             "taps": [
-                {"name": tap.name, "dtype": tap.dtype, "shape": list(tap.shape), "num_rows": rows[tap.name]}
+                {
+                    "name": tap.name,
+                    "dtype": tap.dtype,
+                    "shape": list(tap.shape),
+                    "num_rows": sum(step.num_rows_of(tap.name) for step in steps if step.has(tap.name)),
+                }
                 for tap in manifest.taps
             ],
         }
+
+
+def _recording_summary(manifest: "Manifest") -> dict[str, Any]:
+    return {
+        "producer": f"{manifest.producer.name} {manifest.producer.version}",
+        "model": manifest.model.id,
+        "dtype": manifest.dtype,
+        "device": manifest.device,
+        "schedule": manifest.schedule,
+        "rank": manifest.rank,
+        "world_size": manifest.world_size,
+    }
 
 
 def tensor_tables(path: Path) -> dict[str, Any]:

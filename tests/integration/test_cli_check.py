@@ -43,7 +43,7 @@ def check(harness, llama, workload):
 def test_the_keys_of_a_check_that_passes(check, llama):
     ran = check("--format", "json")
     assert ran.status == 0
-    assert ran.err == ""
+    assert [line for line in ran.err.splitlines() if "%" not in line] == []  # progress, on a slow machine
     document = ran.json
     assert list(document)[: len(KEYS)] == KEYS
     assert (document["schema_version"], document["verdict"]) == (1, "pass")

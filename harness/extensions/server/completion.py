@@ -140,13 +140,7 @@ def read_answer(
         new_text = _new_text(text, num_echoed, prompt, names)
         token_ids = _retokenised(names.continuation(prompt, new_text, num_new), new_entries)
     if token_ids is None:
-        raise HarnessError(
-            Code.ENDPOINT_CANNOT,
-            "the tokens of an answer cannot be told from its text",
-            where=where,
-            actual=repr(text)[:200],
-            hint="a server that names token ids (return_token_ids, return_tokens_as_token_ids) can be judged",
-        )
+        raise _unknown_tokens(text, where)
     new_entries = None if new_entries is None else new_entries[: len(token_ids)]
     is_named = isinstance(choice.get("token_ids"), list) and names.is_there and not is_echoed
     return Completion(
@@ -162,6 +156,16 @@ def read_answer(
         num_unechoed=num_unechoed,
         num_prompt_tokens=usage_count(body, "prompt_tokens"),
         num_new_tokens=num_counted,
+    )
+
+
+def _unknown_tokens(text: Any, where: str) -> HarnessError:
+    return HarnessError(
+        Code.ENDPOINT_CANNOT,
+        "the tokens of an answer cannot be told from its text",
+        where=where,
+        actual=repr(text)[:200],
+        hint="a server that names token ids (return_token_ids, return_tokens_as_token_ids) can be judged",
     )
 
 

@@ -82,6 +82,11 @@ class _Noise:
             return self.rows[tap][places[:, 2]].to(torch.float64).clamp(min=self.floors[tap])
         return torch.full((len(places),), self.unit * math.sqrt(self.depths.get(tap, 1)), dtype=torch.float64)
 
+    def ratio(self, error: torch.Tensor, tap: str, places: torch.Tensor) -> torch.Tensor:
+        """Return errors of a tap's rows as multiples of their noise; no error is none of it, even without noise."""
+        noise = self.of(tap, places)
+        return torch.where((error == 0) & (noise == 0), 0.0, error / noise)
+
 
 def propagated_errors(
     actual: Recording,
@@ -124,8 +129,7 @@ def propagated_errors(
                     other_choices.setdefault(tap, []).append(rows.select(is_other))
                 continue
             metrics = (estimated_metrics if tap in sketched else row_metrics)(ours, theirs)
-            error, size = metrics.relative_l2, known.of(tap, places)
-            ratio = torch.where((error == 0) & (size == 0), 0.0, error / size)
+            ratio = known.ratio(metrics.relative_l2, tap, places)
             parts.setdefault(tap, []).append(PropagatedErrors(rows=rows, metrics=metrics, ratio=ratio))
             if tap == graph.logits:
                 logits.append(logit_metrics(ours, theirs))

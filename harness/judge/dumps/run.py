@@ -48,14 +48,7 @@ def compare_dumps(first: Path, second: Path, *, close: float = CLOSE, progress: 
     matcher.run(folders)
     by_content = [edge for edge in matcher.pairs if edge.evidence is PairEvidence.CONTENT]
     if all(edge.tensors[0].is_of_positions for edge in by_content):
-        raise HarnessError(
-            Code.TENSORS_OF_OTHER_TOKENS,
-            "no tensor of one folder is near to a tensor of the other",
-            where=f"{first} and {second}",
-            expected="two runs of the same tokens through the same weights",
-            actual=f"{len(sides[0]):,} and {len(sides[1]):,} tensors without a value in common",
-            hint="dump the same prompt of the same model on both sides, one request alone, from the embedding on",
-        )
+        raise _nothing_in_common(folders, sides)
     leading = int(orders[1][0] > orders[0][0])
     places = {name: at for at, name in enumerate(sides[leading])}
     edges = sorted(matcher.pairs, key=lambda edge: places[edge.names[leading]])
@@ -72,6 +65,17 @@ def compare_dumps(first: Path, second: Path, *, close: float = CLOSE, progress: 
         pairs=tuple(_judged(edges, pairs, close)),
         ambiguous=tuple(matcher.ambiguous()),
         unproven=tuple(dict.fromkeys(_unproven(matcher, by_content))),
+    )
+
+
+def _nothing_in_common(folders: Sequence[TensorFolder], sides: Sequence[Side]) -> HarnessError:
+    return HarnessError(
+        Code.TENSORS_OF_OTHER_TOKENS,
+        "no tensor of one folder is near to a tensor of the other",
+        where=" and ".join(str(folder.path) for folder in folders),
+        expected="two runs of the same tokens through the same weights",
+        actual=f"{len(sides[0]):,} and {len(sides[1]):,} tensors without a value in common",
+        hint="dump the same prompt of the same model on both sides, one request alone, from the embedding on",
     )
 
 

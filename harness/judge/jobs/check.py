@@ -96,12 +96,9 @@ def _check_engine(
         plan = followed_schedules(plan, engine)
         golden = cached or cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
         golden_s = time.perf_counter() - golden_begin
-        runs: list[RunResult] = []
-        for run in _run_schedules(plan, engine, golden, hf, out, report, begin):
-            runs.append(_with_source(with_settings(run, settings), engine.capabilities.sources))
-            if time.perf_counter() > deadline or (plan.case.stops_early and run.outcome is Outcome.MISMATCH):
-                break
-        runs[-1:] = [ended_before_served(run) if run.as_served is None else run for run in runs[-1:]]
+        results = _run_schedules(plan, engine, golden, hf, out, report, begin)
+        described = (_with_source(with_settings(run, settings), engine.capabilities.sources) for run in results)
+        runs = _until_stopped(plan, described, deadline)
     is_wrong = any(run.outcome is Outcome.MISMATCH for run in runs)
     not_run = () if is_wrong and plan.case.stops_early else tuple(map(str, plan.schedules[len(runs) :]))
     report("done", len(plan.schedules), len(plan.schedules))
@@ -127,6 +124,17 @@ def _check_engine(
         schedules_not_run=not_run,
         next_place=next_place(plan, runs, engine.capabilities.sources),
     )
+
+
+def _until_stopped(plan: Plan, runs: Iterator[RunResult], deadline: float) -> list[RunResult]:
+    """Return the runs up to the time limit, or to the first wrong operation if the plan stops there."""
+    kept = list[RunResult]()
+    for run in runs:
+        kept.append(run)
+        if time.perf_counter() > deadline or (plan.case.stops_early and run.outcome is Outcome.MISMATCH):
+            break
+    kept[-1:] = [ended_before_served(run) if run.as_served is None else run for run in kept[-1:]]
+    return kept
 
 
 def _with_source(run: RunResult, sources: Mapping[str, TapSource]) -> RunResult:

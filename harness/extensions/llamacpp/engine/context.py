@@ -159,6 +159,22 @@ class Model:
             self._llama.llama_model_free(self.pointer)
 
 
+def _parameters(options: LlamaCppOptions, *, num_seqs: int, num_cells: int) -> Any:
+    """Return llama.cpp's parameters of a context with these options."""
+    params = llama().llama_context_default_params()
+    params.n_ctx = -(-num_cells // _PADDING) * _PADDING
+    params.n_batch = max(options.batch_size, num_seqs)
+    params.n_ubatch = min(options.ubatch_size, params.n_batch)
+    params.n_seq_max = num_seqs
+    params.n_threads = params.n_threads_batch = options.threads
+    params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
+    params.type_k, params.type_v = options.cache_types
+    params.rope_freq_base = options.rope_freq_base
+    params.kv_unified = True  # batches keep the order of their rows
+    params.no_perf = False
+    return params
+
+
 class Context:
     """A cache for some sequences, freed at the end of the block."""
 
@@ -183,19 +199,9 @@ class Context:
             kind: llama.cpp's type of a context: 0 for that of the decoder.
         """
         self._llama, self._model = llama(), model
-        params = self._llama.llama_context_default_params()
-        params.n_ctx = -(-num_cells // _PADDING) * _PADDING
-        params.n_batch = max(options.batch_size, num_seqs)
-        params.n_ubatch = min(options.ubatch_size, params.n_batch)
-        params.n_seq_max = num_seqs
-        params.n_threads = params.n_threads_batch = options.threads
-        params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
-        params.type_k, params.type_v = options.cache_types
+        params = _parameters(options, num_seqs=num_seqs, num_cells=num_cells)
         if kind:  # older versions have no types
             params.ctx_type = kind
-        params.rope_freq_base = options.rope_freq_base
-        params.kv_unified = True  # batches keep the order of their rows
-        params.no_perf = False
         if watcher is not None:
             params.cb_eval = watcher.callback
         self.pointer = self._llama.llama_init_from_model(model.pointer, params)
