@@ -20,7 +20,9 @@ def diff(
     actual: Annotated[Path, typer.Argument(metavar="ACTUAL", help="Recording under test.")],
     model: Annotated[
         str | None,
-        typer.Option(metavar="PATH_OR_HUB_ID", help="Checkpoint; with it, every operation is also judged by replay."),
+        typer.Option(
+            metavar="PATH_OR_HUB_ID", help="Checkpoint; with it, the harness also judges every operation by replay."
+        ),
     ] = None,
     lora: opt.Lora = None,
     device: Annotated[
@@ -53,9 +55,9 @@ def diff(
         typer.Option(
             metavar="FACTOR",
             min=0,
-            help="Of folders of tensors: how many times as much as the tensors before it, or as one rounding, a tensor "
-            "may differ to be called close. No bound is derived without a model. Of two precisions: roundings from "
-            "which an operation is named. [default: 10]",
+            help="For folders of tensors: a tensor is close if it differs by at most FACTOR times as much as earlier "
+            "tensors, or FACTOR roundings. For two dtypes: shows the first operation whose error exceeds FACTOR "
+            "roundings. [default: 10]",
         ),
     ] = None,
     local_files_only: opt.LocalFilesOnly = False,
@@ -63,15 +65,15 @@ def diff(
 ) -> int:
     """Compare two recordings, or two folders of tensors.
 
-    Without --model, rows are judged by their distance from the golden, relative to the rounding error of HuggingFace.
-    With --model, every operation is also judged separately: it is replayed on the recorded inputs.
+    Without --model, judges rows by their distance from the golden, relative to the rounding error of HuggingFace. With
+    --model, also judges every operation separately: replays it on the recorded inputs.
 
-    Two recordings of engines in two dtypes are measured, not judged: the error of each layer in roundings to the
-    coarser dtype, and its growth. The exit status is 0 whatever was measured.
+    For recordings of engines in two dtypes, shows the error of each layer in roundings to the coarser dtype, and its
+    growth. Nothing is judged, and the exit status is 0.
 
-    Tensors of two folders (.npy, .npz, .safetensors, .pt), which any two engines dumped of the same prompt, are matched
-    by their content. The result is the first tensor in the order of the run whose difference is far larger than
-    rounding makes it.
+    For two folders of tensors (.npy, .npz, .safetensors, .pt) that two engines dumped for the same prompt, matches
+    tensors by content. Shows the first tensor, in the order of the run, whose difference is far larger than rounding
+    explains.
     """
     of_judging: dict[str, object] = {"--lora": lora, "--truth": truth, "--lacking": lacking, "--require": require}
     of_judging |= {"--device": None if device == "cpu" else device}

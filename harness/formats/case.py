@@ -129,7 +129,7 @@ class Case(BaseModel):
         _Path | None,
         Option(
             "--names FILE",
-            "JSON file of names of tensors in the folder of --tensors, and of the taps that they are for certain.",
+            "JSON object that maps names of tensors in --tensors to the taps that they hold, where you know them.",
             kind=Path,
             is_in_files=False,
         ),
