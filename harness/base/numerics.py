@@ -1,7 +1,7 @@
-"""The engine's declaration of its arithmetic: it chooses the conventions that its operations are held to.
+"""The arithmetic that an engine declares; it selects the conventions that judge its operations.
 
-What is not declared is found by trial where trial is safe, and the report says so. What changes stored values, a cache
-in a coarser dtype or quantised activations, has to be declared: undeclared it is a finding.
+Without a declaration, the judge tries conventions where that is safe, and the report says so. An engine must declare
+what changes stored values (a cache in a coarser dtype, quantised activations): otherwise the difference is a finding.
 """
 
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 CACHE_FORMATS = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "IQ4_NL", "int8", "int4", "mxfp4", "nvfp4")
-"""Formats of a cache beside torch's dtypes of floating point."""
+"""Formats of a cache, in addition to the floating-point dtypes of torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """The parts of an engine's arithmetic that its dtype does not tell. Nothing here imports torch or pydantic."""
+    """Arithmetic of an engine that does not follow from its dtype. This module imports neither torch nor pydantic."""
 
     __pydantic_config__ = {"strict": True, "extra": "forbid"}  # noqa: RUF012 (part of recordings: read strictly)
 
@@ -32,14 +32,14 @@ class Numerics:
     cache_values: str | None = None
     """The unit of the values if it differs from that of the keys."""
     attention_inputs: Literal["float16", "bfloat16"] | None = None
-    """Dtype to which attention rounds the keys and values that it reads, where they are kept in a finer one."""
+    """Dtype to which attention rounds the keys and values that it reads, if the cache has a finer dtype."""
     gelu: Literal["float16"] | None = None
-    """Dtype of gelu's argument and value, where both are rounded to it: ggml reads the tanh form from a table."""
+    """Dtype to which gelu's argument and value are rounded: ggml reads the tanh form from a table."""
     softplus_by_log: bool = False
-    """Whether softplus is log(1 + exp(x)), which loses the digits of small values: an operation is then held to the
-    error that HF itself has with it."""
+    """Whether softplus is log(1 + exp(x)), which loses the digits of small values: the bound of an operation is then
+    the error that HF has with this formula."""
     cache_rotations: tuple[int, int] = (0, 0)
-    """Size of the Hadamard matrix by which heads of keys and of values turn before they are quantised; 0 for none."""
+    """Size of the Hadamard matrix that rotates heads of keys and of values before quantisation; 0 for none."""
     interleaved_heads: int = 0
     """Size of the heads whose keys are stored as interleaved rotary pairs, which decides what shares a block of a
     quantised cache; 0 if they are stored as halves."""
@@ -47,4 +47,4 @@ class Numerics:
     """Whether rotary frequencies that follow the length (`longrope`, `dynamic`) follow that of the whole request in
     every step, not the length so far."""
     num_ranks: int | None = None
-    """Processes that share each product; None if that is not known, 1 for none."""
+    """Number of processes that share each product; None if unknown."""

@@ -26,7 +26,7 @@ _DEFAULT = ProfileSection()
 
 @dataclass(frozen=True, slots=True)
 class CaptureOptions:
-    """Options about how much is timed and traced."""
+    """Options for the numbers of timed and traced steps."""
 
     wait: Annotated[int, typer.Option(metavar="N", help="Units (decode steps or runs) before the profiler starts.")] = 1
     warmup: Annotated[int, typer.Option(metavar="N", help="Units that run with the profiler, but are discarded.")] = 1
@@ -46,7 +46,7 @@ class CaptureOptions:
         return 2 if self.quick else self.runs
 
     def schedule(self) -> "CaptureSchedule":
-        """Return what is captured of a phase."""
+        """Return which steps of a phase the profiler captures."""
         from harness.profiling.load import CaptureSchedule
 
         if self.quick:
@@ -56,7 +56,7 @@ class CaptureOptions:
 
 @dataclass(frozen=True, slots=True)
 class SizeOptions:
-    """Options about how many requests are run, and how long they are."""
+    """Options for the number and length of requests."""
 
     requests: Annotated[
         Path | None,
@@ -84,10 +84,10 @@ class SizeOptions:
     ] = None
 
     def workload(self, plan: "Plan", *, has_prompts: bool) -> "ProfileWorkload":
-        """Return the requests of the file, or else of the plan, or random ones where it has none of its own.
+        """Return the requests of the file, or those of the plan, or random ones if neither has any.
 
         Raises:
-            HarnessError: BAD_OPTION: prompts are given twice, with sizes beside their own, or with times of arrival.
+            HarnessError: BAD_OPTION: two options set prompts, or an option sets their size, or they have arrival times.
         """
         from harness.profiling.load import ProfileWorkload
 

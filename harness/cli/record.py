@@ -59,7 +59,7 @@ def record(
 
 
 def _summary(plan: "Plan", out: Path) -> dict[str, Any]:
-    """Return what the recording in `out` holds."""
+    """Return the number of steps, rows and taps in the recording in `out`."""
     from harness.formats.recording import Recording
 
     with Recording.open(out, verify=False) as recording:
@@ -80,7 +80,7 @@ def _summary(plan: "Plan", out: Path) -> dict[str, Any]:
 def _planned(
     fields: opt.Fields, golden: Path | None, local_files_only: bool
 ) -> "tuple[Plan, list[RequestInfo], Graph | None]":
-    """Return what is run, and what a golden says of requests and model, where one is named."""
+    """Return the plan, with the requests and graph of the golden if there is one."""
     from harness.formats.recording import Recording
     from harness.oracle.golden import Golden
     from harness.plan import plan_request
@@ -90,7 +90,7 @@ def _planned(
     if not fields.keys() <= {"model", "dtype", "device", "schedules", "lora", "isolate", *opt.ENGINE}:
         names = "--truth, --prompt, --prompt-file, --token-ids, --max-new-tokens and --case"
         raise HarnessError(
-            Code.BAD_OPTION, f"{names} say what the golden says", where="--golden", hint="leave them out"
+            Code.BAD_OPTION, f"the golden sets what {names} would set", where="--golden", hint="leave them out"
         )
     with Recording.open(golden) as expected:
         manifest, graph = expected.manifest, Golden(expected).graph
@@ -103,6 +103,6 @@ def _planned(
 
 
 def recording_text(summary: Mapping[str, Any]) -> str:
-    """Return what a recording holds in a line."""
+    """Return the number of steps, rows and taps as one line."""
     counts = f"{summary['num_steps']} steps, {summary['num_rows']} rows, {summary['num_taps']} taps"
     return f"{summary['recording']}: {counts}"

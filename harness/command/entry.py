@@ -1,4 +1,4 @@
-"""A command as the command line lists it: its name, its panel and its help, before its module is imported."""
+"""Name, panel and help of a command, which the command line shows without importing its module."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Panel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandEntry:
-    """One command; an extension names its own by an entry point of the group `inference_harness.commands`."""
+    """One command; an extension adds it by an entry point in the group `inference_harness.commands`."""
 
     name: str
     panel: Panel
@@ -28,10 +28,10 @@ class CommandEntry:
     target: str
     """`module:name` of a function, or of the `typer.Typer` of a group of commands."""
     has_engines: bool = False
-    """Whether the help of the command lists the engines that are installed."""
+    """Whether the help of the command lists the installed engines."""
 
     def __post_init__(self) -> None:
-        """Refuse a panel that the help does not have, and a name that nobody could type as a command.
+        """Refuse an unknown panel, and an invalid name.
 
         Raises:
             ValueError: there is no such panel, or the name is not lower case words joined by hyphens.

@@ -1,4 +1,4 @@
-"""Signals end a command wherever Python is when they arrive."""
+"""Handlers for the signals that end a command."""
 
 import signal
 import sys
@@ -11,33 +11,33 @@ from types import FrameType
 from harness.errors import ExitStatus
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ends that leave nothing behind. SIGQUIT is left alone: it is for a process that no longer listens."""
+"""Signals that end a command after cleaning up. SIGQUIT stays as it is, for a process that hangs."""
 _AGAIN_S = 0.01
-"""Time after which an interrupt that was lost comes again."""
+"""Delay in seconds before a lost interrupt is sent again."""
 _SAME_S = 1.0
-"""Time in which a second signal is the first once more: a group was sent it, and the parent passed it on."""
+"""Seconds in which a second signal counts as the first: a process group got it, and the parent forwarded it."""
 
 
 class Interrupts:
-    """The handler of the signals that end a command, and what keeps an interrupt from being lost.
+    """Handles the signals that end a command, and sends a lost interrupt again.
 
-    Python raises KeyboardInterrupt in whatever the main thread runs. A method `__del__` or a callback of C cannot pass
-    it on: Python prints it, and goes on as if nobody had pressed Ctrl-C. Such an interrupt is sent once more.
+    Python raises KeyboardInterrupt in the code that the main thread runs. A method `__del__` or a callback of C cannot
+    propagate it: Python prints it and continues. The handler sends such an interrupt again.
     """
 
     def __init__(self) -> None:
         self._number: signal.Signals | None = None
-        """The signal that came first."""
+        """The first signal."""
         self._last_s = 0.0
         self._was_raised = threading.Event()
         self._report_unraisable = sys.unraisablehook
 
     def install(self) -> None:
-        """Put both in the place of Python's own, for the rest of the process; called in the main thread.
+        """Replace Python's signal handlers and its hook for unraisable exceptions; call it in the main thread.
 
-        A signal that the caller's shell has the process ignore (`nohup`, `command &`) stays ignored.
+        A signal that the process ignores already (`nohup`, `command &`) stays ignored.
         """
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -45,11 +45,10 @@ class Interrupts:
         sys.unraisablehook = self._send_again
 
     def listen(self, command: Callable[[], int]) -> int:
-        """Run a command, which returns INTERRUPTED where it was interrupted, and return its exit status.
+        """Run a command, which returns INTERRUPTED after an interrupt, and return its exit status.
 
-        The signals are blocked afterwards. Where one came, the status is never that of a pass, since a result that is
-        written nevertheless may be one of less than was asked for, nor that of an error: code in C may make another
-        exception of the interrupt.
+        The signals are blocked afterwards. After a signal, the status is not that of a pass, because the result may be
+        incomplete. Nor is it that of an error, because C code may turn the interrupt into another exception.
         """
         status = INTERRUPTED
         with suppress(KeyboardInterrupt):

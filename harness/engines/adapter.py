@@ -342,11 +342,13 @@ def check_engine(name: str, engine: object) -> None:
         HarnessError: ENGINE_FAILED.
     """
     if not isinstance(engine, Engine):
-        raise _no_engine(name, "what is opened is no engine", "an object with name, capabilities and run", type(engine))
+        raise _no_engine(
+            name, "the opened object is not an engine", "an object with name, capabilities and run", type(engine)
+        )
     capabilities = engine.capabilities
     if not isinstance(capabilities, Capabilities):
         raise _no_engine(
-            name, "the engine's capabilities are none", "a harness.engines.Capabilities", type(capabilities)
+            name, "the engine's capabilities have the wrong type", "a harness.engines.Capabilities", type(capabilities)
         )
     for part in ("schedules", "unsupported_taps", "sampled_only"):
         names = getattr(capabilities, part)
@@ -366,7 +368,7 @@ def shown_settings(name: str, engine: object) -> ModelSettings:
         shown: object = engine.resolved_settings()
     if not isinstance(shown, ModelSettings):
         expected = "a harness.engines.ModelSettings"
-        raise _no_engine(name, "what resolved_settings returns is no settings", expected, type(shown))
+        raise _no_engine(name, "resolved_settings returns another type", expected, type(shown))
     return shown
 
 

@@ -1,9 +1,8 @@
-"""HF itself as an engine under test: prefill and decode through its own KV cache, eager or sdpa.
+"""HF as an engine under test: prefill and decode with HF's KV cache, eager or sdpa.
 
-HF as an engine shows what a sound engine scores, and checks HF's own decode against HF's own forward. A checkpoint that
-another package quantised is loaded by that package through transformers. `HFSession` runs HF step by step for profiles:
-requests that are added together are one batch of equally long prompts, since HF would pad others, and a profile is not
-to measure padding.
+HF as an engine shows the errors of a sound engine, and compares HF's decode with HF's forward. transformers loads a
+quantised checkpoint with the package that quantised it. `HFSession` runs HF step by step for profiles. Requests that
+are added together form one batch of equally long prompts: HF would pad others, and a profile must not measure padding.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _ATTENTIONS = ("sdpa", "eager")
 _WEIGHTS = ("checkpoint", "dequantised")
 _SCHEDULES = ("plain", "chunked", "batched", "prefix-hit", "forked", "preempted", "rewound", "speculative")
 _WITH_MTP = ("plain", "chunked", "prefix-hit", "forked")
-"""With layers that predict further tokens: HF masks no padding there, and a draft would be taken for the next token."""
+"""Schedules with MTP layers: there HF does not mask padding, and would read a draft as the next token."""
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
@@ -93,7 +92,7 @@ class HFEngine:
 
     @cached_property
     def sources(self) -> Mapping[str, ShownTap]:
-        """The taps that the model shows, by HF's name of the value; the logits are what the model returns."""
+        """The taps of the model, by HF's name of the value; the logits are the output of the model."""
         graph = self._hf.graph
         return {
             "logits" if op.tap == graph.logits else source: ShownTap(op, op.token_dim)
@@ -103,7 +102,7 @@ class HFEngine:
     def match_taps(self, graph: Graph) -> None:
         """Take the graph that the oracle traced of the same checkpoint; see `TapMatcher.match_taps`.
 
-        That of an old golden does not say where HF shows its taps: then the engine traces its own.
+        The graph of an old golden does not have HF's names; the engine then traces another one.
         """
         if graph.has_mtp and self._hf.mtp is None:
             add_mtp_layers(self._hf)
@@ -148,7 +147,7 @@ class HFEngine:
 
     @cached_property
     def _masks_padding(self) -> bool:
-        """Whether HF leaves padding out: families such as RWKV take a mask and ignore it, and run one by one."""
+        """Whether HF masks padding. Families such as RWKV ignore the mask, so their requests run one by one."""
         if self._hf.mtp is not None:
             return False
         logits = []
@@ -163,11 +162,11 @@ class HFEngine:
 
 
 _READERS = {"attention": "self_attn.o_proj", "attn_residual": "post_attention_layernorm", "mlp.act": "mlp.down_proj"}
-"""Taps that no module produces, and the module that reads each."""
+"""Taps that are not the output of a module, each with the module that reads it."""
 
 
 class HFSession:
-    """A loaded model and the cache of the requests at hand; see `Session`."""
+    """A loaded model and the cache of the current requests; see `Session`."""
 
     phases = ("prefill", "decode")
 
@@ -175,7 +174,7 @@ class HFSession:
         self._hf = hf
         if attention is not None:
             hf.model.set_attn_implementation(attention)
-        self._graph = hf.graph  # traced now: later its forwards would be taken for steps
+        self._graph = hf.graph  # traced now: later, its forwards would count as steps
         self._prompts: list[list[int]] = []
         self._num_added = 0
         self._num_cached = 0
@@ -292,7 +291,7 @@ def _after(module: nn.Module, name: str, reached: Callable[[str], None]) -> Remo
 
 
 def _new_cache(config: Any, ends: Callable[[int, str], None]) -> Any:
-    """Make HF's own growing cache, which says where rotary ends and where the update of the cache does."""
+    """Return HF's dynamic cache; it reports the end of rotary and of the cache update to `ends`."""
     from transformers import DynamicCache  # seconds to import
 
     class WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here

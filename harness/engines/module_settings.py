@@ -1,7 +1,7 @@
-"""The settings that torch modules show: what an attribute with one of the field's standard names, or a buffer, holds.
+"""Settings of torch modules, read from attributes with standard names and from buffers.
 
-Only what is understood is read. A number that may mean something else, a value of one rank, or a table that was rounded
-is left out: a setting that is not shown is not compared.
+Ambiguous values are not read: a number that may mean something else, a value of one rank, a rounded table. A setting
+that is not read is not compared.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,18 +16,18 @@ from harness.results.settings import Frequencies, ModelSettings, distinct
 _BASES = ("base", "theta", "rope_theta")
 _EPS = ("eps", "variance_epsilon", "epsilon")
 _TABLES = (("cos", "sin"), ("cos_cached", "sin_cached"), ("cos_cache", "sin_cache"))
-"""Names under which modules keep cosine and sine of every position, [T, P] or twice that, each angle twice."""
+"""Names of tables with cosine and sine of every position: [T, P], or [T, 2 P] with each angle twice."""
 _BOTH = "cos_sin_cache"
-"""The same in one tensor [T, 2 P], the cosines first."""
+"""Name of one table [T, 2 P], with the cosines first."""
 _EXACT = (torch.float32, torch.float64)
 _ROUNDINGS = 1e-5
 _LEAST_SIZE = 8
-"""A factor of scores is read if it is 1 / sqrt(n) of a whole number from this on: some are folded into weights, or into
+"""Smallest integer n for which a softmax scale of 1 / sqrt(n) is read: engines fold other scales into weights, or into
 the base of the exponential."""
 
 
 def settings_of_modules(modules: Mapping[str, nn.Module]) -> ModelSettings:
-    """Return what modules show of the settings that they compute with."""
+    """Return the settings that modules show."""
     all_modules = list(modules.values())
     attentions, norms = _named(all_modules, "attention"), _named(all_modules, "norm")
     frequencies = distinct(table for module in all_modules for table in _frequencies(module))
@@ -48,7 +48,7 @@ def _named(modules: Iterable[nn.Module], *words: str) -> list[nn.Module]:
 
 
 def _numbers(modules: Iterable[nn.Module], names: Iterable[str], *kinds: type) -> Iterator[Any]:
-    """Yield the positive numbers of some kinds that modules hold under some names."""
+    """Yield positive attributes of modules, by name and type."""
     for module in modules:
         for name in names:
             value: Any = getattr(module, name, None)
@@ -62,7 +62,7 @@ def _is_root(scale: float) -> bool:
 
 
 def _frequencies(module: nn.Module) -> Iterator[Frequencies]:
-    """Yield the tables of a module: as they are, or as the angles of position 1."""
+    """Yield the rotary frequencies of a module: of `inv_freq`, or the angles of position 1 in its tables."""
     held = {name: tensor for name, tensor in _tensors(module) if tensor.dtype in _EXACT and not tensor.is_meta}
     names = [name for name in held if name.endswith("inv_freq") and not name.endswith("original_inv_freq")]
     tables = [held[name] for name in names if held[name].dim() == 1 and len(held[name]) > 1]
@@ -75,7 +75,7 @@ def _frequencies(module: nn.Module) -> Iterator[Frequencies]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the module's own tensors that are no parameters."""
+    """Yield buffers and tensor attributes of the module itself, without parameters."""
     plain = ((name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor))
     yield from (*module.named_buffers(recurse=False), *plain)
 
@@ -95,11 +95,11 @@ def _first_angles(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
 
 
 def _theta(table: Frequencies) -> float | None:
-    """Return the base of the frequencies theta^(-i / P), by their beginning: scalings leave short wavelengths alone.
+    """Return the base theta of the frequencies theta^(-i / P), from the first ones: scalings keep short wavelengths.
 
-    None where the beginning is no such sequence.
+    Returns None if the first frequencies are no such sequence.
     """
     first, second, third = (*islice(table, 3), 0.0, 0.0)[:3]
     if abs(first - 1) > _ROUNDINGS or not 0 < second < 1 or abs(third - second * second) > _ROUNDINGS * third:
         return None
-    return float(f"{second ** -len(table):.5g}")  # float32 says no more of it
+    return float(f"{second ** -len(table):.5g}")  # the precision of float32

@@ -51,7 +51,7 @@ ENDS = {
     "raise HarnessError(Code.NOTHING_CHECKED, 'all is well')": "raised HarnessError: H051: all is well",
     "raise HarnessError(Code.PERFORMANCE_REGRESSION, 'slow')": "raised HarnessError: H078: slow",
     "return None": "actual:   NoneType",
-    "Engine.capabilities = None": "the engine's capabilities are none",
+    "Engine.capabilities = None": "the engine's capabilities have the wrong type",
     "Engine.capabilities = Capabilities(schedules='plain')": "the engine's capabilities have no list of schedules",
     "Engine.capabilities = Capabilities(schedules=('plain',), unsupported_taps='mlp.act')": (
         "the engine's capabilities have no list of unsupported_taps"

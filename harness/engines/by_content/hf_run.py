@@ -1,4 +1,4 @@
-"""One forward of HF's model, each value of which may be replaced by the engine's."""
+"""One forward of HF's model in which the engine's values may replace HF's."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,15 @@ from harness.oracle.model import HFModel
 from harness.oracle.watch import AttentionCall, as_rows, from_rows, run_attention, watching
 
 Choose = Callable[[Operation, torch.Tensor], torch.Tensor | None]
-"""Is given an operation and its value [rows, W]; returns what to go on with in its place, [rows, W] or None."""
+"""Takes an operation and its value [rows, W]; returns a replacement [rows, W], or None to keep the value."""
 
 
-class EndOfRun(Exception):  # noqa: N818 -- no error: nothing after it is wanted
+class EndOfRun(Exception):  # noqa: N818 -- no error: it only ends the run
     """Raised by `Choose` to end the forward."""
 
 
 def run_hf(hf: HFModel, ids: torch.Tensor, choose: Choose) -> None:
-    """Run HF's model over tokens [requests, tokens] and ask for each tap what to go on with."""
+    """Run HF's model over tokens [requests, tokens], and call `choose` for the value of each tap."""
     with torch.no_grad(), watching(hf) as watch, watch.showing(_Choosing(hf, tuple(ids.shape), choose)):
         try:
             hf.run(input_ids=ids.to(hf.device), use_cache=False)

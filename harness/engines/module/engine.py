@@ -25,26 +25,26 @@ from harness.oracle.watch import as_rows, token_dim
 from harness.results.settings import ModelSettings
 
 _ANY = "*"
-"""Stands for one component of a path, the number of a layer for example."""
+"""Matches one component of a path, for example the number of a layer."""
 
 
 class ModuleNames:
     """Translates the names of a module's values into HF's.
 
     A name is a module's path for its output, `PATH:1` for a second output, `PATH:input` for its input: as in
-    `Operation.source`. What no entry of the mapping is about is called as HF calls it.
+    `Operation.source`. A value without an entry in the mapping keeps its name.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
-        """Take a mapping from paths of the module's to HF's; an entry holds for all that is in the module, too.
+        """Take a mapping from paths in the module to HF's paths; an entry also applies to all submodules.
 
         Raises:
-            HarnessError: BAD_OPTION: an entry is no pair of names, or has more `*` on one side than on the other.
+            HarnessError: BAD_OPTION: an entry is no pair of names, or its sides have different numbers of `*`.
         """
         self._entries = [_Entry.of(theirs, ours) for theirs, ours in names.items()]
 
     def translate(self, name: str) -> str:
-        """Return HF's name; of several entries the most specific one counts."""
+        """Return HF's name, by the most specific entry that fits."""
         path, _, part = name.partition(":")
         translations = [
             (entry, translated) for entry in self._entries if (translated := entry.translated(path, part)) is not None
@@ -52,7 +52,7 @@ class ModuleNames:
         return max(translations, key=lambda ranked: ranked[0].rank)[1] if translations else name
 
     def check(self, module: str, paths: Collection[str], graph: Graph) -> None:
-        """Refuse entries that are about no module, lead to nothing of HF's, or lead two modules to one place.
+        """Refuse entries that fit no module, name nothing in HF's model, or give two modules the same name.
 
         Raises:
             HarnessError: BAD_OPTION.
@@ -72,7 +72,7 @@ class ModuleNames:
 
 
 def operation_of(graph: Graph, name: str) -> Operation | None:
-    """Return the operation whose tap HF shows under a name; None if that is no tap."""
+    """Return the operation whose tap has this name in HF's model; None if it is no tap."""
     return graph.by_source.get(name) or graph.by_tap.get(graph.canonical(name))
 
 
@@ -105,17 +105,17 @@ class _Entry:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """The higher, the more specific."""
+        """Sort key: a more specific entry has a higher rank."""
         return bool(self.part), len(self.path), -self.path.count(_ANY)
 
     def fits(self, path: str) -> bool:
-        """Whether the entry is about a module, or about one that it is in."""
+        """Whether the entry names this module, or a module that contains it."""
         components = _components(path)
         pairs = zip(self.path, components, strict=False)
         return len(components) >= len(self.path) and all(wanted in (_ANY, component) for wanted, component in pairs)
 
     def translated(self, path: str, part: str) -> str | None:
-        """Return HF's name of a value; None if the entry is not about it."""
+        """Return HF's name of a value; None if the entry does not fit it."""
         components = _components(path)
         if not self.fits(path) or (self.part and (self.part != part or len(components) > len(self.path))):
             return None
@@ -193,16 +193,16 @@ class ModuleTaps:
     names: ModuleNames
     graph: Graph
     num_tokens: int
-    """Of the run that they are looked for in."""
+    """Length of the run that finds the taps."""
     by_tap: dict[str, Place] = field(default_factory=dict)
     misshapen: dict[str, list[list[int]]] = field(default_factory=dict)
-    """By the module's own name: shapes of values that are called as a tap is, of which none has its rows."""
+    """By name in the module: shapes of values that have the name of a tap but not its shape."""
 
     def see(self, shown: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Take in what the run shows; of several places of a tap the first one counts.
+        """Note the tensors that the run shows under a name; the first place of a tap counts.
 
         Raises:
-            HarnessError: BAD_OPTION: two modules are called the same.
+            HarnessError: BAD_OPTION: two modules have the same name.
         """
         for source, only in self._sources(shown, len(tensors)):
             operation = operation_of(self.graph, source)
@@ -218,7 +218,7 @@ class ModuleTaps:
                 self.misshapen[shown] = [list(tensor.shape) for tensor in tensors]
 
     def _sources(self, shown: str, num_tensors: int) -> Iterator[tuple[str, int | None]]:
-        """Yield HF's names of the tensors, and which one alone has the name."""
+        """Yield HF's names of the tensors, each with the index of its tensor; None for any of them."""
         name, at, number = shown.partition("@")
         yield self.names.translate(name) + at + number, None
         if not name.endswith(f":{INPUT}"):
@@ -227,14 +227,14 @@ class ModuleTaps:
 
 
 def unmistakable_length(module: nn.Module, graph: Graph) -> int:
-    """Return a number of tokens that no dimension of the model's has."""
+    """Return a number of tokens that is not the size of any dimension of the model."""
     sizes = {size for parameter in module.parameters() for size in parameter.shape}
     sizes |= {size for operation in graph for size in operation.shape}
     return next((length for length in _LENGTHS if length not in sizes), _LENGTHS[-1])
 
 
 def unmatched_hint(paths: Collection[str], graph: Graph) -> str:
-    """Return what to try where no module is called as HF calls it."""
+    """Return a hint for a module of which no submodule has a name of HF's."""
     sources = {operation.module for operation in graph if operation.source}
     for path in paths:
         longer = next((source for source in sorted(sources) if source.endswith(f".{path}")), None)
@@ -257,7 +257,8 @@ def _place(
 ) -> Place | None:
     """Return the tensor that fits a tap; None if none does, or several do.
 
-    A norm returns the sum that it normed beside its result; of anything else two tensors of one shape may be anything.
+    A norm may return its result and the sum that it normalised. Of other operations, two tensors of one shape are
+    ambiguous.
     """
     fitting = [(index, _token_dim(tensor, num_tokens, operation)) for index, tensor in enumerate(tensors)]
     places = [(index, dim) for index, dim in fitting if dim and only in (None, index)]
@@ -270,7 +271,7 @@ def _place(
 
 
 def _token_dim(tensor: torch.Tensor, num_tokens: int, operation: Operation) -> int | None:
-    """Return which dimension, counted with the batch, counts the tokens, where the rest is a row of the operation."""
+    """Return the token dimension, counted with the batch; None if the others do not form rows of the operation."""
     if tensor.numel() != num_tokens * prod(operation.shape):
         return None
     return token_dim(tensor if _has_batch(tensor) else tensor[None], 1, num_tokens)
@@ -283,11 +284,11 @@ def _has_batch(tensor: torch.Tensor) -> bool:
 def _refuse_twice(before: Place, shown: str) -> None:
     raise HarnessError(
         Code.BAD_OPTION,
-        "two modules are called the same",
+        "two modules have the same name",
         where="names=",
         expected="one module for each of HF's",
         actual=f"{before.shown!r} and {shown!r} are both {before.source!r}",
-        hint="give the one that is another thing a name of its own",
+        hint="give the module that is something else another name",
     )
 
 
@@ -298,21 +299,21 @@ _NOT_CALLED = "call the module itself, module(x): hooks see neither module.forwa
 class TorchEngine:
     """Runs a module whose forward takes token ids and returns logits.
 
-    A module that takes a cache and returns it is fed each token once. One without is fed the whole sequence for every
-    new token. Nothing of the module is changed: hooks are removed and its mode is put back.
+    A module that takes and returns a cache gets each token once. A module without a cache gets the whole sequence for
+    every new token. The module stays unchanged: the engine removes its hooks and restores the mode.
     """
 
     def __init__(self, module: nn.Module, *, device: str, names: Mapping[str, str] | None = None) -> None:
-        """Look at the module's forward.
+        """Inspect the signature of the module's forward.
 
         Args:
             module: with its weights, on one device.
             device: where it is.
-            names: paths of its modules, and HF's paths of the same; None if they are called as in HF's model. With
-                an empty mapping none of them needs to be: its logits alone are compared then.
+            names: paths of its modules, and HF's paths of the same; None if the module uses HF's names. With an empty
+                mapping, only the logits are compared.
 
         Raises:
-            HarnessError: ENGINE_CANNOT_SERVE: the forward cannot be called; BAD_OPTION: the names are none.
+            HarnessError: ENGINE_CANNOT_SERVE: the forward cannot be called; BAD_OPTION: the names are not valid.
         """
         self.name = type(module).__name__
         self._module, self._names = module, ModuleNames(names or {})
@@ -321,7 +322,7 @@ class TorchEngine:
         self._forward = Forward(module, self._device)
         self._places: dict[str, list[Place]] = {}
         self._shown = self._places
-        """Those that are recorded in the present run."""
+        """The taps that the present run records."""
         self._graph, self._heads = Graph(()), frozenset[str]()
         self._logits = ""
         self._has_cache = self._forward.takes_cache
@@ -331,7 +332,7 @@ class TorchEngine:
         """See `TapMatcher.match_taps`.
 
         Raises:
-            HarnessError: BAD_OPTION: the names lead nowhere, or no module is called as HF calls it.
+            HarnessError: BAD_OPTION: a name fits nothing, or no module has a name of HF's.
         """
         paths = [path for path, _ in self._module.named_modules() if path]
         self._names.check(self.name, ["", *paths], graph)
@@ -387,7 +388,7 @@ class TorchEngine:
         start = positions.start if self._has_cache else 0
 
         def see(shown: str, tensors: tuple[torch.Tensor, ...]) -> None:
-            """Write the new rows; of what has another shape than expected they are missing, and found so."""
+            """Write the new rows. A value of another shape is not written, and its rows count as missing."""
             for place in self._shown.get(shown, ()):
                 rows, tap = place.rows(tensors, positions.stop - start), place.operation.tap
                 if rows is not None and (last or tap not in self._heads):
@@ -408,7 +409,7 @@ class TorchEngine:
             self._refuse_unseen(known[0], graph, places)
         raise HarnessError(
             Code.BAD_OPTION,
-            f"no module of {self.name} is called as HF calls it, so that no operation could be judged",
+            f"no module of {self.name} has a name of HF's, so no operation can be judged",
             where="names=",
             expected=", ".join(operation.source for operation in list(graph)[:4]),
             actual=", ".join(paths[:4]) or "no modules",
@@ -416,14 +417,14 @@ class TorchEngine:
         )
 
     def _refuse_unseen(self, path: str, graph: Graph, places: ModuleTaps) -> None:
-        """Refuse a module that has HF's names and shows no rows of tokens under them."""
+        """Refuse a module with a name of HF's whose output has no rows of tokens."""
         shapes = places.misshapen.get(path)
         operation = operation_of(graph, self._names.translate(path))
         assert operation is not None
         rows = [1, places.num_tokens, *operation.shape]
         raise HarnessError(
             Code.BAD_OPTION,
-            f"modules of {self.name} are called as HF calls them, but none of them shows one row for each token",
+            f"modules of {self.name} have HF's names, but none of them shows one row for each token",
             where=f"{path}, which is {operation.tap}",
             expected=f"{rows}, or the same without the 1",
             actual="it was not called" if shapes is None else ", ".join(map(str, shapes)) or "no tensor of numbers",

@@ -1,4 +1,4 @@
-"""The reference engine under test: its adapter, which opens it and says what it can do."""
+"""The adapter of the reference engine."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
@@ -32,9 +32,9 @@ _SCHEDULES = {"contiguous": _WITH_CACHE, "recompute": _WITHOUT_CACHE}
 _ALL_SCHEDULES = (*_WITH_CACHE, "prefix-hit", "preempted")
 _LIMITS_WITHOUT_BLOCKS = ("max_num_batched_tokens", "max_num_seqs")
 _EXPANDED = ("self_attn.kv_b_proj", "self_attn.key", "self_attn.value")
-"""Taps of latent attention that are never there: the latent is the key and the value."""
+"""Taps that the engine never computes in latent attention: it uses the latent as key and value."""
 _SMALL_BLOCK = 4
-"""Tokens of a block where requests are to run out of blocks: the smaller, the sooner."""
+"""Tokens of a block under `preempted`: small blocks run out sooner."""
 
 
 def open_engine(folder: Path, *, dtype: str, device: str, options: Mapping[str, str]) -> Engine:
@@ -74,13 +74,13 @@ class ReferenceEngine:
         self._folder, self._options = folder, dict[str, Any]({**options, "dtype": dtype, "device": device})
         backend = str(options.get("attention_backend", "paged"))
         schedules = _SCHEDULES.get(backend, _ALL_SCHEDULES)
-        if self._adapters:  # ranks have none
+        if self._adapters:  # tensor-parallel ranks do not support adapters
             schedules = tuple(name for name in schedules if name != "tensor-parallel")
         limits = LIMITS if backend not in _SCHEDULES else _LIMITS_WITHOUT_BLOCKS
-        free = tuple(name for name in limits if name not in self._options)  # no option has decided these
+        free = tuple(name for name in limits if name not in self._options)  # not set by an option
         self._declare_cache(str(options.get("kv_cache_dtype", "auto")))
         follows_length = keeps_states = self._keeps_latents = False
-        with suppress(EngineError):  # which a run raises
+        with suppress(EngineError):  # a run raises it
             config = ModelConfig.from_folder(folder)
             follows_length, keeps_states = config.rope.rope_len(1) is not None, bool(config.delta_nets)
             self._keeps_latents = config.latent is not None
@@ -97,7 +97,7 @@ class ReferenceEngine:
         )
 
     def _declare_cache(self, dtype: str) -> None:
-        """Give the engine the scales that the checkpoint has for a quantised cache, which its loader may not see."""
+        """Set the checkpoint's scales of a quantised cache as an option: the engine's loader may not read them."""
         self._cache, self._cache_scales = (None if dtype == "auto" else dtype), dict[str, tuple[float, ...]]()
         if self._cache is None:
             return
@@ -119,7 +119,7 @@ class ReferenceEngine:
             self._options["kv_cache_scales"] = tuple((read[k][0], read[v][0]) for k, v in taps)
 
     def _numerics(self, *, rotates_by_request: bool) -> Numerics | None:
-        """Declare the cache; scales that are all 1 leave plain numbers of its dtype."""
+        """Declare the dtype and scales of the cache; scales that are all 1 are omitted."""
         if self._cache is None and not rotates_by_request:
             return None
         scales = {} if set(self._cache_scales.values()) <= {(1.0,)} else self._cache_scales
@@ -134,15 +134,15 @@ class ReferenceEngine:
             run_workload(engine, workload, ReferenceRecorder(writer, ForcedDrafts(workload), workload.poison, memory))
 
     def resolved_settings(self) -> ModelSettings:
-        """See `SettingsShower`: what the engine reads of config.json, and its rotary embeddings' frequencies."""
+        """See `SettingsShower`: values that the engine reads from config.json, and its rotary frequencies."""
         with reference_errors(self._folder):
             return _settings(ModelConfig.from_folder(self._folder))
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> ReferenceSession:
-        """See `Steppable.open_session`; explicit options win."""
+        """See `Steppable.open_session`; explicit options take precedence."""
         unknown = "recurrent layers" if self.capabilities.keeps_states else "latent attention"
         if self.capabilities.keeps_states or self._keeps_latents:
-            what = f"the cost of {unknown} is not known here"
+            what = f"the profiler has no cost formulas for {unknown}"
             hint = "profile a model of another family; harness estimate sizes this one"
             raise HarnessError(Code.ENGINE_CANNOT_SERVE, what, where=str(self._folder), hint=hint)
         limits = {"max_num_batched_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
@@ -158,7 +158,7 @@ class ReferenceEngine:
         return parallel_engine(self._folder, config, num_ranks)
 
     def _config(self, workload: Workload) -> EngineConfig:
-        """Translate the schedule into the engine's own limits; explicit options win."""
+        """Translate the schedule into limits of the engine; explicit options take precedence."""
         schedule, num_requests = workload.schedule, len(workload.requests)
         if workload.timeline is not None:
             return EngineConfig(**{**workload.timeline.limits, **self._options})

@@ -1,4 +1,4 @@
-"""The reference engine's block manager under the block suite."""
+"""Adapter of the reference engine's block manager for the block suite."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from reference_engine.requests.sequence import Sequence as EngineSequence
 
 
 class PoolAndCache:
-    """Pool, prefix cache and block manager, and what a suite may see of them."""
+    """Pool, prefix cache and block manager of the reference engine, with the views that suites read."""
 
     null_block = NULL_BLOCK
 
@@ -27,7 +27,7 @@ class PoolAndCache:
         return list(self.sequences[request_id].block_table)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the copies asked for since the last call."""
+        """Return the block copies since the last call."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -36,7 +36,7 @@ class PoolAndCache:
         return self.pool.num_free
 
     def free_list(self) -> list[int]:
-        """Walk them."""
+        """Return the blocks that can be allocated."""
         return [*self.pool._unused, *self.pool._idle]
 
     def num_owners(self, block: int) -> int:
@@ -44,7 +44,7 @@ class PoolAndCache:
         return self.pool.num_owners(block)
 
     def cached_blocks(self) -> Mapping[int, Sequence[int]]:
-        """Return what look-ups find, with all tokens up to each block's end."""
+        """Return the blocks that a look-up finds, each with all tokens up to its end."""
         cached = {block: prefix for block, prefix in self.cache.prefixes.items() if self.cache.find(prefix) == block}
         return {block: _all_tokens(prefix) for block, prefix in cached.items()}
 

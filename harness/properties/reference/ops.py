@@ -1,4 +1,4 @@
-"""The reference engine's single operations under their suites.
+"""Adapter of single operations of the reference engine for their suites.
 
 Shapes: T rows, N heads, H head dim, X channels, R sampled rows, V vocab.
 """
@@ -25,10 +25,10 @@ from reference_engine.sampler import sample
 
 
 class Ops:
-    """Everything that the engine has: it has no LayerNorm, and rotates half-split only."""
+    """All operations of the engine; it has no LayerNorm, and only half-split rotary."""
 
     alphabet = " abcdefghiklmnoprstuvwz|"
-    """The characters that the embedded tokenizer has learnt; it drops all others."""
+    """Characters in the vocabulary of the embedded tokenizer, which drops all others."""
     load_errors = (EngineError,)
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The reference engine's states by block, with its block manager, under the state suite."""
+"""Adapter of the reference engine's block manager and recurrent states for the state suite."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,23 +19,23 @@ _GIVEN_UP = -1.0
 
 
 class StateCacheSubject(PoolAndCache):
-    """Block manager and states as the engine drives them: a state is a number in both of its tensors."""
+    """Block manager and states, called as the engine calls them. A state is one number in both of its tensors."""
 
     snapshots = "blocks"
     slots_per_request = 64
-    """More than the blocks of the longest request that the suite makes."""
+    """More blocks than the longest request of the suite needs."""
 
     def __init__(self, *, num_slots: int, block_size: int, hash_bits: int | None = None) -> None:
         super().__init__(num_slots, block_size, hash_bits)
         spec = StateSpec(num_layers=1, shape=_SHAPE, dtype=torch.float64, device=torch.device("cpu"))
         self._drafted: dict[int, Sequence[int]] = {}
-        """By request, the states of a token and the guesses behind it: a step computes and verifies them at once."""
+        """By request: states of a token and the drafts after it, which one step verifies together."""
         self.states = StateCache(spec, num_slots + 1, block_size, num_guesses=0)
         self.manager._copy_block = self.states.copy
         self.pool._on_discard = lambda block: self.states.fill([block], _GIVEN_UP)
 
     def allocate(self, request_id: int, token_ids: Sequence[int], salt: str = "") -> int:
-        """Take the cached prefix; blocks are taken as they are needed."""
+        """Take the cached prefix; later steps allocate blocks when they need them."""
         sequence = self.sequences[request_id] = self.new_sequence(request_id, token_ids, 1, salt)
         return self.manager.take_prefix(sequence)
 
@@ -49,7 +49,7 @@ class StateCacheSubject(PoolAndCache):
         return True
 
     def draft(self, request_id: int, token_ids: Sequence[int], states: Sequence[int]) -> bool:
-        """Make room for a token and guesses behind it."""
+        """Allocate blocks for a token and the drafts after it."""
         sequence = self.sequences[request_id]
         if not self._feed(sequence, token_ids):
             return False
@@ -101,7 +101,7 @@ class StateCacheSubject(PoolAndCache):
         return num_cached
 
     def cached_states(self) -> list[tuple[Sequence[int], int]]:
-        """Return what look-ups find: after a reset, a block may be cached and the block before it not."""
+        """Return the states that a look-up finds: after a reset, it may find a block but not the block before it."""
         return [
             (tokens, self._in_block(block))
             for block, tokens in self.cached_blocks().items()

@@ -1,7 +1,7 @@
 """The calls of an engine to a scheduler: it plans a step, computes it and reports it, perhaps after planning the next.
 
-A step is computed when it is planned, in the order of the steps, as on the stream of a GPU. What it samples is decided
-then, too, and reported later: the scheduler learns it from `update`.
+The machine computes a step when the scheduler plans it, in order, as on the stream of a GPU. It also samples at that
+time, and reports the tokens later by `update`.
 """
 
 from collections.abc import Collection, Sequence
@@ -71,11 +71,11 @@ class SchedulerCalls(Machine):
         self.num_empty_steps = 0
 
     def fits(self, num_slots: int) -> bool:
-        """Whether a request that needs so many slots can be served at all."""
+        """Whether a request with so many slots can be served."""
         return num_slots <= self.max_model_len and self.tables.fits(num_slots)
 
     def new_request(self, request_id: int, token_ids: Sequence[int], num_left: int, salt: str) -> ScheduledRequest:
-        """Return a request with a number that no other has."""
+        """Return a new request; its id is larger than that of all earlier ones."""
         if request_id < self.num_requests:
             raise NotApplicable
         self.num_requests = request_id + 1
@@ -94,10 +94,10 @@ class SchedulerCalls(Machine):
     # A step
 
     def plan(self, sampled: Sequence[int], num_accepted: int) -> None:
-        """Have the next step scheduled, and compute it.
+        """Call `schedule` for the next step, and compute it.
 
-        `sampled` are the tokens of the requests that have caught up, then zeros; of the drafts of each, `num_accepted`
-        are accepted, as far as there are so many.
+        `sampled` are the tokens of the requests that have caught up, then zeros. Of the drafts of each request, up to
+        `num_accepted` are accepted.
         """
         was_running = {request.request_id for request in self.requests.values() if request.is_running}
         chunks = [Chunk(*chunk) for chunk in self.subject.do(Invariant.ADMISSION, "schedule")]
@@ -143,7 +143,7 @@ class SchedulerCalls(Machine):
         return set(self.ask_optional(Invariant.RUNNING_LIMIT, "running") or ())
 
     def has_ended_in_flight(self) -> bool:
-        """Whether a step in flight computes a request that is gone: its blocks may stay until that is reported."""
+        """Whether a step in flight computes a removed request: its blocks may stay until the step is reported."""
         return any(chunk.request_id not in self.requests for step in self.in_flight for chunk in step.chunks)
 
     def _take_back(self, request: ScheduledRequest, num_tokens: int) -> None:
@@ -164,7 +164,7 @@ class SchedulerCalls(Machine):
             )
 
     def note_running(self, scheduled: Collection[int] = ()) -> None:
-        """Note which requests run, and which were preempted: nothing of those is computed then."""
+        """Note which requests run, and which were preempted: these lose their computed tokens."""
         running = self._running()
         self.limits.check_running(running, self.subject.name)
         for request in self.requests.values():
@@ -179,7 +179,7 @@ class SchedulerCalls(Machine):
             self.tables.live = {key: request for key, request in self.requests.items() if request.is_running}
 
     def _compute(self, chunks: Sequence[Chunk], was_running: Collection[int]) -> None:
-        """Write the slots of a step, all before any is read, as each layer does."""
+        """Write all slots of a step before reading any, as each layer does."""
         self._carry_out_swaps()
         before = {key: list(request.table) for key, request in self.tables.live.items()}
         if self.offers["block_table"]:
@@ -206,8 +206,8 @@ class SchedulerCalls(Machine):
             self.tables.check_content(self.requests[chunk.request_id], Invariant.SLOT_CONTENT, first_query=chunk.start)
 
     def _check_start(self, chunk: Chunk, request: ScheduledRequest, before: Sequence[int]) -> None:
-        """Verify that a request goes on where it was, unless it was preempted and came back in the same step."""
-        # Its blocks tell whether it was: less is computed then, or more, where it found another request's prefix.
+        """Verify that a request continues at its position, unless it was preempted and resumed in the same step."""
+        # Its blocks show a preemption. It then continues earlier, or later after a hit on another request's prefix.
         has_kept_blocks = bool(before) and request.table[: len(before)] == before
         if not self.offers["running"] or not request.num_computed:
             return
@@ -242,14 +242,14 @@ class SchedulerCalls(Machine):
                 )
 
     def _sample(self, chunks: Sequence[Chunk], sampled: list[int], num_accepted: int) -> ScheduledStep:
-        """Decide what a step samples; drafts that are not accepted are taken back."""
+        """Sample the tokens of a step, and remove rejected drafts."""
         step = ScheduledStep(chunks=chunks)
         for chunk in chunks:
             request = self.requests[chunk.request_id]
             if chunk.stop < len(request.token_ids):
                 continue
             num_drafts = chunk.stop - self._num_certain(request)
-            # What a request adds by itself is not rejected; nor are more accepted than it may still sample.
+            # Tokens that a request adds without drafts are not rejected. At most the tokens that are left are accepted.
             most_accepted = num_accepted if request.drafts else num_drafts
             num_rejected = max(0, num_drafts - min(most_accepted, max(0, request.num_left - 1)))
             accepted = request.token_ids[chunk.stop - num_drafts : chunk.stop - num_rejected]

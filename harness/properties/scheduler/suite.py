@@ -24,14 +24,14 @@ MAX_TOKENS = 12
 PROMPTS = prompts(MAX_TOKENS)
 SIMILAR_PROMPTS = similar_prompts(MAX_TOKENS)
 SAMPLED = st.integers(0, 3**4 - 1).map(lambda number: [number // 3**place % 3 for place in range(4)])
-"""Tokens 0, 1 and the end of sequence: the four digits of one number."""
+"""Four tokens of 0, 1 and the end of sequence: the ternary digits of one number."""
 MOSTLY = st.sampled_from((True, True, True, True, True, False))
 
 
 class SchedulerMachine(SchedulerCalls):
     """Drive a scheduler as an engine would, without a model.
 
-    `refuses`: impossible requests are queued, too, which the scheduler is to refuse.
+    With `refuses`, the machine also queues impossible requests, which the scheduler must refuse.
     """
 
     lengthened: ClassVar = {"add": "token_ids"}
@@ -52,7 +52,7 @@ class SchedulerMachine(SchedulerCalls):
         }
 
     def start_arguments(self) -> Arguments:
-        """Return the sizes that the adapter declares, and collisions of hashes."""
+        """Return strategies for the sizes that the adapter declares, and for the number of hash bits."""
         declared = self.declared
         return {
             "num_blocks": st.sampled_from([size for size in declared.pool_sizes if size > 1] or declared.pool_sizes),
@@ -147,7 +147,7 @@ class SchedulerMachine(SchedulerCalls):
         weight=6, when=lambda self: self.requests, sampled=SAMPLED, num_accepted=st.integers(0, 4)
     )  # fmt: skip
     def step(self, sampled: list[int], num_accepted: int) -> None:
-        """Plan a step; report the oldest as soon as no more may be in flight."""
+        """Plan a step; report the oldest if the maximum number is in flight."""
         if not self.requests:
             raise NotApplicable
         self.plan(sampled, num_accepted)
@@ -164,7 +164,7 @@ class SchedulerMachine(SchedulerCalls):
     # What must always hold
 
     def check(self) -> None:
-        """Verify tables, owners, free blocks, content and cache, as far as they are shown."""
+        """Verify tables, owners, free blocks, content and cache, as far as the adapter shows them."""
         if self.offers["block_table"]:
             self.tables.knows_all = self.offers["running"] and not self.has_ended_in_flight()
             self.tables.refresh()
@@ -175,7 +175,7 @@ class SchedulerMachine(SchedulerCalls):
             self._check_all_free()
 
     def drain(self) -> None:
-        """Continue without arrivals: within a fixed number of steps, some request must get further than before."""
+        """Run steps without arrivals: within a fixed number of steps, some request must make progress."""
         patience = MAX_EMPTY_STEPS + sum(request.num_total for request in self.requests.values())
         num_reported, num_steps = self._num_reported(), 0
         while self.requests:
@@ -207,7 +207,7 @@ class SchedulerMachine(SchedulerCalls):
             )
 
     def _may_propose(self) -> list[ScheduledRequest]:
-        """Return the requests that generate, and have nothing in flight or proposed."""
+        """Return the generating requests without tokens in flight or drafts."""
         if self.in_flight:
             return []
         return [request for request in self.requests.values() if request.is_generating and not request.drafts]
@@ -228,22 +228,20 @@ class SchedulerMachine(SchedulerCalls):
 def search_scheduler(
     factory: Callable[..., Any], settings: Settings, *, accepted: Collection[int] = (), is_first_enough: bool = False
 ) -> SearchReport:
-    """Search for arrivals and steps after which an invariant does not hold; return every broken one once.
+    """Search for arrivals and steps that break an invariant; return every broken invariant once.
 
-    `factory` makes an adapter, see `SchedulerAdapter`. `is_first_enough`: end at the first example that breaks one.
+    `factory` makes an adapter, see `SchedulerAdapter`. `is_first_enough`: stop at the first finding.
 
     Raises:
         HarnessError: BAD_ADAPTER: the adapter lacks a method.
     """
-    adapter, refuses = (
-        NamedAdapter.of(factory),
-        Invariant.ADMISSION not in accepted,
-    )  # otherwise no impossible request is queued
+    adapter = NamedAdapter.of(factory)
+    refuses = Invariant.ADMISSION not in accepted  # if accepted, queue no impossible request
     return search(lambda: SchedulerMachine(adapter, refuses=refuses), settings, is_first_enough=is_first_enough)
 
 
 def not_checked(factory: Callable[..., Any]) -> list[str]:
-    """Return what the adapter does not offer, with the invariants that are therefore not checked, or checked less."""
+    """Return what the adapter does not offer, each with the invariants that are not fully checked without it."""
     adapter = NamedAdapter.of(factory)
     declared = SchedulerCapabilities.of(adapter)
     subject = Subject(

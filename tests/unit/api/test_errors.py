@@ -100,7 +100,7 @@ def test_options_that_make_no_sense(options, code, words):
         ({"names": NAMES | {"blocks.*.attn.w9": "model.layers.*.self_attn.q_proj"}}, "no module 'blocks.*.attn.w9'"),
         ({"names": NAMES | {"ln": "model.final_norm"}}, "nothing called 'model.final_norm'"),
         ({"names": NAMES | {"ln": "lm_head"}}, "'ln' and 'head' are both called 'lm_head'"),
-        ({"names": {"": "model"}}, "no module of OwnModel is called as HF calls it"),
+        ({"names": {"": "model"}}, "no module of OwnModel has a name of HF's"),
     ],
 )
 def test_what_does_not_go_with_a_module(module, options, words):

@@ -215,7 +215,7 @@ def test_a_module_with_the_right_names_that_shows_no_rows_is_told_why(engine, ki
     with pytest.raises(HarnessError) as caught:
         engine(kind)
     assert caught.value.code is Code.BAD_OPTION
-    assert "called as HF calls them, but none of them shows one row for each token" in str(caught.value)
+    assert "have HF's names, but none of them shows one row for each token" in str(caught.value)
     assert "where:    tok, which is model.embed_tokens" in str(caught.value)
     assert "expected: [1, 11, 96], or the same without the 1" in str(caught.value)
     assert actual in str(caught.value)
@@ -270,7 +270,7 @@ def test_a_module_that_has_the_name_of_another_by_chance_is_refused(folder, grap
     model.head.register_forward_pre_hook(lambda _module, args: model.model["norm"](args[0]))
     with pytest.raises(HarnessError) as caught:
         TorchEngine(model, device="cpu", names=NAMES).match_taps(graph)
-    assert "two modules are called the same" in str(caught.value)
+    assert "two modules have the same name" in str(caught.value)
     assert "'ln' and 'model.norm' are both 'model.norm'" in str(caught.value)
 
 

@@ -132,7 +132,7 @@ def test_an_engine_that_shows_nothing_has_nothing_compared(plan, hf):
 def test_what_is_no_settings_is_refused(plan, hf):
     with pytest.raises(HarnessError) as caught:
         compare_settings(plan, Shows({"norm_eps": 1e-6}), hf)
-    assert str(caught.value).startswith("H017: what resolved_settings returns is no settings\n")
+    assert str(caught.value).startswith("H017: resolved_settings returns another type\n")
 
 
 def test_a_module_with_another_eps_and_theta(plan, hf):
