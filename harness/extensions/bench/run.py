@@ -152,11 +152,9 @@ def run_bench(
             dtype=dtype,
             device=device,
             num_threads=torch.get_num_threads(),
-            max_request_len=max(max(workload.request_lens) for workload in workloads),
-            max_total_len=max(sum(workload.request_lens) for workload in workloads),
-            max_requests=max(len(workload.prompts) for workload in workloads),
             engine=engine,
             engine_options=engine_options,
+            **_limits(workloads),
         )
         groups = peer_groups(peer_names, device, engine)
         timings = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
@@ -180,6 +178,15 @@ def run_bench(
         threads=threads,
         reference_backend=backend,
     )
+
+
+def _limits(workloads: Sequence[BenchWorkload]) -> dict[str, int]:
+    """Return the longest request of some workloads, and the largest of them in tokens and in requests."""
+    return {
+        "max_request_len": max(max(workload.request_lens) for workload in workloads),
+        "max_total_len": max(sum(workload.request_lens) for workload in workloads),
+        "max_requests": max(len(workload.prompts) for workload in workloads),
+    }
 
 
 def _reference_backend(timings: Timings, setting: BenchConfig) -> str:
