@@ -29,8 +29,8 @@ def measure_ceilings(
     size = matrix_size or (8192 if is_cuda else 1024)
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    copy_s = _best_s(lambda: target.copy_(source), device)
-    product_s = min(_best_s(product, device) for product in _products(size, dtype, device))
+    copy_s = best_seconds(lambda: target.copy_(source), device)
+    product_s = min(best_seconds(product, device) for product in _products(size, dtype, device))
     return Ceilings(copy_bytes_per_s=2 * num_bytes / copy_s, matmul_flops_per_s=2 * size**3 / product_s)
 
 
@@ -61,7 +61,8 @@ def _has_packed_product(dtype: torch.dtype, device: str) -> bool:
     return dtype == torch.float32
 
 
-def _best_s(work: Callable[[], object], device: str) -> float:
+def best_seconds(work: Callable[[], object], device: str) -> float:
+    """Return the shortest time of a few calls, after one that warms up."""
     work()
     times = []
     for _ in range(_REPEATS):

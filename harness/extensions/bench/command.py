@@ -46,13 +46,21 @@ def bench_engine(
             metavar="N", min=1, help="Number of requests of different lengths. [default: as set by the shape]"
         ),
     ] = None,
+    batch_size: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", min=1, help="Equal requests of a decode step. Repeatable. [default: 1 and 16]"),
+    ] = None,
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", min=1, help="Tokens of their prompts. Repeatable. [default: as set by the shape]"),
+    ] = None,
     engine: Annotated[str, typer.Option(metavar="NAME", help="Engine to time.")] = "reference",
     peer: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Engine to compare with: hf-generate, hf-continuous, llamacpp or an installed engine. Repeatable. "
-            "[default: the first three]",
+            help="Engine to compare with: hf-generate, hf-continuous, llamacpp, hf-static, gpt-fast or an installed "
+            "engine. Repeatable. [default: the first three; on a GPU all but llamacpp]",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the weights and prompts.")] = 0,
@@ -84,6 +92,8 @@ def bench_engine(
             repeats=repeats,
             seed=seed,
             num_requests=requests,
+            batch_sizes=batch_size or (),
+            prompt_lens=prompt_tokens or (),
             engine=engine,
             peer_names=peer or (),
             engine_options=opt.parse_engine_options(engine_option),

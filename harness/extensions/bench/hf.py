@@ -37,6 +37,8 @@ class HfGeneratePeer:
 
     name = "hf-generate"
     shows_steps = True
+    cache: str | None = None
+    """The implementation of the cache; None: HuggingFace's choice, one that grows."""
 
     def __init__(self, setting: BenchConfig) -> None:
         self._model = load_hf_model(setting)
@@ -55,6 +57,7 @@ class HfGeneratePeer:
                 max_new_tokens=max(workload.output_lens),
                 do_sample=False,
                 pad_token_id=PAD_TOKEN,
+                cache_implementation=self.cache,
                 stopping_criteria=StoppingCriteriaList([_Clock(generation)]),
             )
         continued = tokens[:, width:].tolist()
@@ -64,6 +67,13 @@ class HfGeneratePeer:
     def close(self) -> None:
         """See `Peer.close`."""
         del self._model
+
+
+class HfStaticPeer(HfGeneratePeer):
+    """The same with a cache of fixed size, for which `generate` compiles the step of decode on a GPU."""
+
+    name = "hf-static"
+    cache = "static"
 
 
 class _Clock(StoppingCriteria):  # type: ignore[misc]

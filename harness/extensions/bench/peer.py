@@ -37,6 +37,11 @@ class BenchWorkload:
         return sum(self.output_lens)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
     def mean_decode_context(self) -> float:
         """Tokens that a decode step sees of a request, on average over the steps of an even workload."""
         return len(self.prompts[0]) + self.output_lens[0] / 2
@@ -109,6 +114,11 @@ class Generation:
     def end_step(self) -> None:
         """Note that the tokens of a step are on the host."""
         self.step_ends.append(time.perf_counter())
+
+    def end_steps(self, num_steps: int) -> None:
+        """Note that the tokens of several steps, of which each took as long, are on the host."""
+        begin, end = self.step_ends[-1], time.perf_counter()
+        self.step_ends += [begin + (end - begin) * (step + 1) / num_steps for step in range(num_steps)]
 
     @property
     def seconds(self) -> float:

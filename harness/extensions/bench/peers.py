@@ -112,8 +112,15 @@ PEERS: dict[str, Callable[[BenchConfig], Peer]] = {
     "hf-generate": partial(_of_module, "hf", "HfGeneratePeer"),
     "hf-continuous": partial(_of_module, "hf", "HfContinuousPeer"),
     "llamacpp": partial(_of_module, "llamacpp", "LlamaCppPeer"),
+    "hf-static": partial(_of_module, "hf", "HfStaticPeer"),
+    "gpt-fast": partial(_of_module, "gptfast", "GptFastPeer"),
 }
-"""Engines that are timed by default, by name; every installed engine can be named besides."""
+"""Engines that can be timed, by name; every installed engine can be named besides."""
+USUAL_PEERS = {
+    "cpu": ("hf-generate", "hf-continuous", "llamacpp"),
+    "cuda": ("hf-generate", "hf-continuous", "hf-static", "gpt-fast"),
+}
+"""Those that are timed by default."""
 
 
 def check_peer_names(names: Sequence[str]) -> None:
@@ -132,15 +139,16 @@ def check_peer_names(names: Sequence[str]) -> None:
 
 
 def peer_groups(names: Sequence[str], device: str, engine: str = OURS) -> list[list[str]]:
-    """Return the engine and the named peers (all of `PEERS`, if none is named), in groups that are open together.
+    """Return the engine and the named peers (`USUAL_PEERS`, if none is named), in groups that are open together.
 
     On the CPU that is all of them, which are then timed in turn. On a GPU each is open by itself: two models of one
     size and their caches do not fit there beside each other.
     """
-    peers = names or list(PEERS)
+    kind = torch.device(device).type
+    peers = names or [OURS, *USUAL_PEERS.get(kind, USUAL_PEERS["cuda"])]
     in_order = [name for name in PEERS if name in peers] + [name for name in peers if name not in PEERS]
     chosen = list(dict.fromkeys([engine, *in_order]))
-    return [chosen] if torch.device(device).type == "cpu" else [[name] for name in chosen]
+    return [chosen] if kind == "cpu" else [[name] for name in chosen]
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Results of a benchmark: plain data, and the page of text."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -11,7 +11,7 @@ from harness.base.environment import MachineInfo
 from harness.extensions.bench.agreement import Agreement
 from harness.extensions.bench.peer import OURS
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +50,43 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BandwidthShare:
-    """The bytes that decoding reads, against the machine's copy bandwidth."""
+class Rates:
+    """What the machine reaches in the same run: each the best of a few calls."""
 
+    copy_bytes_per_second: float
+    """Bytes read and bytes written."""
+    read_bytes_per_second: float
+    product_flops_per_second: float
+    """Of a product of square matrices in the dtype of the engines."""
+
+    @classmethod
+    def median_of(cls, rates: Sequence["Rates"]) -> "Rates":
+        """Return the median of each."""
+        return cls(**{field.name: median(getattr(rate, field.name) for rate in rates) for field in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BandwidthShare:
+    """The bytes that decoding reads, against what the machine copies and reads."""
+
+    workload: str
     batch_size: int
     bytes_per_step: int
     """Weights once, and the K and V of a step in the middle."""
     shares: Mapping[str, float]
     """Bytes by median step time, over the copy bandwidth, by engine."""
+    read_shares: Mapping[str, float]
+    """The same over the bandwidth of reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductShare:
+    """The products of a prefill, against the rate of products that the machine reaches."""
+
+    workload: str
+    flops: int
+    shares: Mapping[str, float]
+    """By engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +99,11 @@ class BenchResult:
     seed: int
     repeats: int
     machine: MachineInfo
-    copy_bytes_per_second: float
-    """Bytes read and bytes written, median over the repeats."""
-    copy_spread: tuple[float, float]
-    """Least and most of the repeats."""
+    rates: Sequence[Rates]
+    """What the machine reaches, once a repeat."""
     measures: Sequence[Measure]
     shares: Sequence[BandwidthShare]
+    product_shares: Sequence[ProductShare]
     agreements: Sequence[Agreement]
     absent: Mapping[str, str]
     """Peers that are not installed, and what an engine could not run; and why."""
@@ -138,18 +166,31 @@ def _advantage(measure: Measure) -> str:
 
 
 def _bandwidth(result: BenchResult) -> str:
-    least, most = (value / 1e9 for value in result.copy_spread)
+    units = {"copy_bytes_per_second": 1e9, "read_bytes_per_second": 1e9, "product_flops_per_second": 1e12}
     lines = [
-        f"copy bandwidth, read and written: {result.copy_bytes_per_second / 1e9:.1f} GB/s ({least:.1f} to {most:.1f})"
+        f"{words}: {_spread([getattr(rate, name) / units[name] for rate in result.rates], unit)}"
+        for name, words, unit in (
+            ("copy_bytes_per_second", "copy bandwidth, read and written", "GB/s"),
+            ("read_bytes_per_second", "read bandwidth", "GB/s"),
+            ("product_flops_per_second", "products", "TFLOP/s"),
+        )
     ]
     for share in result.shares:
-        shares = ", ".join(f"{name} {value:.0%}" for name, value in share.shares.items())
         megabytes = share.bytes_per_step / 1e6
-        lines.append(f"share of it, decode at batch {share.batch_size} ({megabytes:.0f} MB a step): {shares}")
+        shares = (f"{name} {value:.0%} ({share.read_shares[name]:.0%})" for name, value in share.shares.items())
+        what = f"share of copies (of reads), decode at {share.workload} ({megabytes:.0f} MB a step)"
+        lines.append(f"{what}: {', '.join(shares)}")
+    for prefill in result.product_shares:
+        shares = (f"{name} {value:.0%}" for name, value in prefill.shares.items())
+        lines.append(f"share of products, prefill at {prefill.workload}: {', '.join(shares)}")
     if result.resident_bytes:
         sizes = ", ".join(f"{name} {num_bytes / 1e6:.0f} MB" for name, num_bytes in result.resident_bytes.items())
         lines.append(f"resident memory: {sizes}")
     return "\n".join(lines)
+
+
+def _spread(values: Sequence[float], unit: str) -> str:
+    return f"{median(values):.3g} {unit} ({min(values):.3g} to {max(values):.3g})"
 
 
 def _agreement(result: BenchResult) -> str:

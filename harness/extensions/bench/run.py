@@ -1,10 +1,10 @@
 """The benchmark: build the model, open the engines, see that they agree, and time them."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -26,10 +26,11 @@ from harness.extensions.bench.peer import (
     uneven_workload,
 )
 from harness.extensions.bench.peers import PEERS, OpenPeers, check_peer_names, open_peers, peer_groups
-from harness.extensions.bench.report import BandwidthShare, BenchResult, Measure
+from harness.extensions.bench.report import BandwidthShare, BenchResult, Measure, ProductShare, Rates
 from harness.extensions.bench.shape import Shape, Sizes, build_checkpoint, find_shape, sizes_of
 from harness.formats.case import DTYPES
 from harness.formats.checkpoint import Checkpoint
+from harness.profiling.roofline import best_seconds, measure_ceilings
 from reference_engine.launch import choose_backend, engine_threads
 
 CONTINUOUS_BATCHING_LOGGER = "ContinuousBatchingLogger"
@@ -48,29 +49,11 @@ def quiet_peers() -> Iterator[None]:
         logger.disabled = was_disabled
 
 
-NUM_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
-NUM_COPIES = 5
-
-
-def copy_bandwidth(device: str) -> float:
-    """Return bytes read plus bytes written a second, of the fastest of a few copies far larger than any cache."""
-    kind = torch.device(device).type
-    source = torch.zeros(NUM_BYTES[kind], dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)
-    return 2 * NUM_BYTES[kind] / min(_seconds(source, target) for _ in range(NUM_COPIES))
-
-
-def _seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    _synchronize(source)
-    start = time.perf_counter()
-    target.copy_(source)
-    _synchronize(source)
-    return time.perf_counter() - start
-
-
-def _synchronize(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+def read_bandwidth(device: str, num_bytes: int | None = None) -> float:
+    """Return bytes read a second, of the fastest of a few sums over far more than any cache holds."""
+    num_bytes = num_bytes or (2 << 30 if torch.device(device).type == "cuda" else 256 << 20)
+    source = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+    return num_bytes / best_seconds(source.sum, device)
 
 
 BATCH_SIZES = (1, 16)
@@ -93,17 +76,12 @@ class Timings:
     timed: list[Timed]
     tokens: list[Tokens]
     """Of each workload."""
-    copies: list[float] = field(default_factory=list)
-    """Copy bandwidths, bytes a second."""
+    rates: list[Rates] = field(default_factory=list)
+    """What the machine reaches, once a repeat of each group."""
     agreements: list[Agreement] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     grown_bytes: dict[str, int] = field(default_factory=dict)
     """Resident memory, by engine."""
-
-    @property
-    def copy_bytes_per_second(self) -> float:
-        """Median of the copy bandwidths."""
-        return median(self.copies)
 
 
 def run_bench(
@@ -116,6 +94,8 @@ def run_bench(
     seed: int = 0,
     peer_names: Sequence[str] = (),
     num_requests: int | None = None,
+    batch_sizes: Sequence[int] = (),
+    prompt_lens: Sequence[int] = (),
     engine_options: Mapping[str, str],
     progress: Progress,
     engine: str = OURS,
@@ -123,8 +103,8 @@ def run_bench(
     """Benchmark an engine and its peers on a model of a shape.
 
     Without a checkpoint the weights of the shape are random; `shape_name` is then its name, and else the user's name of
-    the checkpoint. Without peer names all are timed; `num_requests` stands in place of the shape's own number for the
-    uneven workload.
+    the checkpoint. Without peer names the usual ones are timed. `num_requests` replaces the shape's number for the
+    uneven workload, and `batch_sizes` and `prompt_lens` those of the even ones.
 
     Raises:
         HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.
@@ -134,7 +114,7 @@ def run_bench(
     check_peer_names(peer_names)
     _check_engine(engine, engine_options)
     _check_dtype(dtype)
-    workloads = _workloads(sizes, seed, num_requests or sizes.uneven.num_requests)
+    workloads = _workloads(sizes, seed, num_requests, batch_sizes, prompt_lens)
     with (
         quiet_peers(),
         engine_threads(sizes.hidden_size, device) as threads,
@@ -167,10 +147,10 @@ def run_bench(
         seed=seed,
         repeats=repeats,
         machine=machine,
-        copy_bytes_per_second=timings.copy_bytes_per_second,
-        copy_spread=(min(timings.copies), max(timings.copies)),
+        rates=timings.rates,
         measures=_measures(timings.timed, engine),
         shares=_shares(timings, sizes, num_parameters, dtype) if isinstance(sizes, Shape) else [],
+        product_shares=_product_shares(timings, sizes, num_parameters) if isinstance(sizes, Shape) else [],
         agreements=timings.agreements,
         absent=timings.absent,
         engine=engine,
@@ -210,15 +190,18 @@ def _check_dtype(dtype: str) -> None:
         raise HarnessError(Code.BAD_OPTION, "unknown dtype", where="--dtype", expected=", ".join(DTYPES), actual=dtype)
 
 
-def _workloads(sizes: Sizes, seed: int, num_requests: int) -> list[BenchWorkload]:
-    """Return the even workloads, one for each of `BATCH_SIZES`, and after them the uneven one."""
+def _workloads(
+    sizes: Sizes, seed: int, num_requests: int | None, batch_sizes: Sequence[int], prompt_lens: Sequence[int]
+) -> list[BenchWorkload]:
+    """Return the even workloads, one for each batch size and length of prompts, and after them the uneven one."""
     even = [
-        even_workload(
-            size, prompt_len=sizes.prompt_len, output_len=sizes.decode_len, vocab_size=sizes.vocab_size, seed=seed
-        )
-        for size in BATCH_SIZES
+        even_workload(size, prompt_len=length, output_len=sizes.decode_len, vocab_size=sizes.vocab_size, seed=seed)
+        for length in prompt_lens or (sizes.prompt_len,)
+        for size in batch_sizes or BATCH_SIZES
     ]
-    uneven = replace(sizes.uneven, num_requests=num_requests)
+    if prompt_lens:
+        even = [replace(work, name=f"{work.name}, {len(work.prompts[0])} tokens") for work in even]
+    uneven = replace(sizes.uneven, num_requests=num_requests or sizes.uneven.num_requests)
     return [*even, uneven_workload(uneven, vocab_size=sizes.vocab_size, seed=seed)]
 
 
@@ -239,7 +222,7 @@ def _run_groups(
             timings.grown_bytes |= opened.memory.grown_bytes
             if len(groups) == 1:  # nothing is timed in vain
                 timings.agreements = _agree(timings.tokens, workloads, setting, progress)
-            timings.copies += _time(opened.peers, timings.timed, timings.tokens, setting.device, repeats, progress)
+            timings.rates += _time(opened.peers, timings.timed, timings.tokens, setting, repeats, progress)
     if len(groups) > 1:  # the model that judges needs the memory that the engines had
         timings.agreements = _agree(timings.tokens, workloads, setting, progress)
     return timings
@@ -303,61 +286,98 @@ def _time(
     peers: Sequence[Peer],
     timed: Sequence[Timed],
     tokens: Sequence[Tokens],
-    device: str,
+    setting: BenchConfig,
     repeats: int,
     progress: Progress,
-) -> list[float]:
-    """Time engines in turn in each repeat, in the opposite order in every second one; return copy bandwidths.
+) -> list[Rates]:
+    """Time engines in turn in each repeat, in the opposite order in every second one; return what the machine reaches.
 
     What an engine has made no tokens for, it does not serve.
     """
-    copies = []
+    rates = []
     for repeat in range(repeats):
         progress("timing", repeat, repeats)
-        copies.append(copy_bandwidth(device))
+        rates.append(measure_rates(setting.dtype, setting.device))
         for timed_workload, served in zip(timed, tokens, strict=True):
             for peer in peers if repeat % 2 == 0 else reversed(peers):
                 if peer.name in served and (peer.shows_steps or timed_workload is timed[-1]):
                     timed_workload.generations.setdefault(peer.name, []).append(peer.generate(timed_workload.workload))
-    return copies
+    return rates
+
+
+def measure_rates(dtype: str, device: str) -> Rates:
+    """Measure how fast the machine copies, reads and multiplies."""
+    ceilings = measure_ceilings(getattr(torch, dtype), device)
+    return Rates(
+        copy_bytes_per_second=ceilings.copy_bytes_per_s,
+        read_bytes_per_second=read_bandwidth(device),
+        product_flops_per_second=ceilings.matmul_flops_per_s,
+    )
 
 
 def _measures(timed: Sequence[Timed], engine: str) -> list[Measure]:
     *even, uneven = timed
-    num_prompt_tokens = len(even[0].workload.prompts[0])
 
     def measure(name: str, unit: str, timed: Timed, value: Callable[[Generation], float]) -> Measure:
         samples = {peer: [value(run) for run in runs] for peer, runs in timed.generations.items() if runs}
         return Measure(name=name, unit=unit, is_higher_better=unit == "tok/s", samples=samples, engine=engine)
 
     return [
-        measure("prefill, batch 1", "tok/s", even[0], lambda run: num_prompt_tokens / run.prefill_seconds),
         *(
-            measure(
-                f"decode step, {timed_workload.workload.name}",
-                "ms",
-                timed_workload,
-                lambda run: 1000 * run.decode_step_seconds,
-            )
-            for timed_workload in even
+            measure(f"prefill, {item.workload.name}", "tok/s", item, partial(_prefill_rate, item.workload))
+            for item in even
+            if len(item.workload.prompts) == 1
+        ),
+        *(
+            measure(f"decode step, {item.workload.name}", "ms", item, lambda run: 1000 * run.decode_step_seconds)
+            for item in even
         ),
         measure("uneven workload", "tok/s", uneven, lambda run: uneven.workload.num_output_tokens / run.seconds),
     ]
 
 
+def _prefill_rate(workload: BenchWorkload, run: Generation) -> float:
+    return workload.num_prompt_tokens / run.prefill_seconds
+
+
 def _shares(timings: Timings, shape: Shape, num_parameters: int, dtype: str) -> list[BandwidthShare]:
     """Relate a decode step's bytes to its time; an embedding that is not the head is read by the row, for nothing."""
     num_read = num_parameters - (0 if shape.is_tied else shape.vocab_size * shape.hidden_size)
+    rates = Rates.median_of(timings.rates)
 
     def share(timed: Timed) -> BandwidthShare:
-        workload, runs_of = timed.workload, timed.generations.items()
+        workload = timed.workload
         num_cached = len(workload.prompts) * workload.mean_decode_context * shape.kv_elements_per_token
         num_bytes = int((num_read + num_cached) * getattr(torch, dtype).itemsize)
-        steps = {name: median(run.decode_step_seconds for run in runs) for name, runs in runs_of if runs}
+        rate = {name: num_bytes / seconds for name, seconds in _medians(timed, "decode_step_seconds").items()}
         return BandwidthShare(
+            workload=workload.name,
             batch_size=len(workload.prompts),
             bytes_per_step=num_bytes,
-            shares={name: num_bytes / seconds / timings.copy_bytes_per_second for name, seconds in steps.items()},
+            shares={name: value / rates.copy_bytes_per_second for name, value in rate.items()},
+            read_shares={name: value / rates.read_bytes_per_second for name, value in rate.items()},
         )
 
-    return [share(timed) for timed in timings.timed[: len(BATCH_SIZES)]]
+    return [share(timed) for timed in timings.timed[:-1]]
+
+
+def _product_shares(timings: Timings, shape: Shape, num_parameters: int) -> list[ProductShare]:
+    """Relate the products of a prefill to its time; those of the head are of one token, and left out."""
+    num_outside = shape.vocab_size * shape.hidden_size * (1 if shape.is_tied else 2)
+    rates = Rates.median_of(timings.rates)
+
+    def share(timed: Timed) -> ProductShare:
+        flops = 2 * (num_parameters - num_outside) * timed.workload.num_prompt_tokens
+        medians = _medians(timed, "prefill_seconds").items()
+        return ProductShare(
+            workload=timed.workload.name,
+            flops=flops,
+            shares={name: flops / seconds / rates.product_flops_per_second for name, seconds in medians},
+        )
+
+    return [share(timed) for timed in timings.timed[:-1] if len(timed.workload.prompts) == 1]
+
+
+def _medians(timed: Timed, name: str) -> dict[str, float]:
+    """Return the median of a time of all generations of each engine."""
+    return {peer: median(getattr(run, name) for run in runs) for peer, runs in timed.generations.items() if runs}

@@ -54,7 +54,7 @@ class Shape(Sizes):
             intermediate_size=self.ffn_size,
             vocab_size=self.vocab_size,
             tie_word_embeddings=self.is_tied,
-            max_position_embeddings=4096,
+            max_position_embeddings=40960,
             architectures=["Qwen3ForCausalLM"],
             bos_token_id=None,
             eos_token_id=None,

@@ -48,7 +48,7 @@ def test_all_measures_of_all_peers(harness, tmp_path):
     assert {entry["peer"]: entry["num_requests"] for entry in document["agreements"]} == dict.fromkeys(
         ["hf-generate", "hf-continuous"], 22
     )
-    assert document["copy_bytes_per_second"] > 1e8
+    assert all(rate > 1e8 for rate in document["rates"][0].values())
     assert document["machine"]["num_threads"] >= 1
     assert document["reference_backend"] == "attention_backend=paged"  # of a model this small
     assert "\nreference: attention_backend=paged\n" in ran.out
@@ -191,3 +191,34 @@ def test_a_checkpoint_of_ones_own_is_timed(harness, checkpoints):
     assert ran.json["shape"] == str(checkpoints / "qwen2-tiny")
     assert {name for measure in ran.json["measures"] for name in measure["samples"]} == {"reference", "hf-generate"}
     assert sorted((checkpoints / "qwen2-tiny").iterdir()) == before
+
+
+def test_sizes_of_decode_and_peers_of_fixed_caches(harness):
+    """The peers compute the same tokens; a share is of what the machine reached in the same run."""
+    sizes = ("--batch-size", "1", "--batch-size", "3", "--prompt-tokens", "7", "--prompt-tokens", "12")
+    ran = harness(*TINY, "--peer", "gpt-fast", "--peer", "hf-static", *sizes, "--requests", "2", "--format", "json")
+    assert (ran.status, ran.err) == (0, "")
+    assert [measure["name"] for measure in ran.json["measures"][:4]] == [
+        "prefill, batch 1, 7 tokens", "prefill, batch 1, 12 tokens",
+        "decode step, batch 1, 7 tokens", "decode step, batch 3, 7 tokens",
+    ]  # fmt: skip
+    assert all(
+        set(measure["samples"]) == {"reference", "hf-static", "gpt-fast"} for measure in ran.json["measures"][:6]
+    )
+    assert {entry["peer"]: entry["num_requests"] for entry in ran.json["agreements"]} == {
+        "hf-static": 10,
+        "gpt-fast": 8,
+    }
+    (rates,), share = ran.json["rates"], ran.json["shares"][0]
+    step_s = ran.json["measures"][2]["medians"]["gpt-fast"] / 1000
+    assert share["read_shares"]["gpt-fast"] == pytest.approx(
+        share["bytes_per_step"] / step_s / rates["read_bytes_per_second"]
+    )
+    products = ran.json["product_shares"][0]
+    assert products["flops"] == 2 * 7 * (2 * (64 * 128 * 2 + 64 * 64 * 2 + 3 * 64 * 128 + 2 * 64 + 2 * 32) + 64)
+
+
+def test_a_peer_that_computes_one_architecture_refuses_another(harness):
+    ran = harness("bench", "engine", "--model", "llama-tiny", "--peer", "gpt-fast", "--requests", "2")
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.ENGINE_CANNOT_SERVE)
+    assert "gpt-fast computes Qwen3 alone, and not llama" in ran.err

@@ -7,7 +7,9 @@ from harness.extensions.bench import peers
 from harness.extensions.bench import run as measure
 from harness.extensions.bench.peer import OURS, BenchConfig, BenchWorkload, Generation, PeerMissingError
 from harness.extensions.bench.peers import open_peers, peer_groups
+from harness.extensions.bench.report import Rates
 
+RATES = Rates(copy_bytes_per_second=1e9, read_bytes_per_second=1e9, product_flops_per_second=1e12)
 WORKLOADS = [
     BenchWorkload(name="even", prompts=[[1]], output_lens=[2]),
     BenchWorkload(name="uneven", prompts=[[1]], output_lens=[2]),
@@ -49,7 +51,7 @@ def setting(tmp_path, log, monkeypatch):
     for name in peers.PEERS:
         monkeypatch.setitem(peers.PEERS, name, opener(name))
     monkeypatch.setattr(peers, "_release", lambda device: log.append("release"))
-    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(measure, "measure_rates", lambda dtype, device: RATES)
     monkeypatch.setattr(measure, "load_hf_model", lambda *_: log.append("judge") or "a model")
     monkeypatch.setattr(
         measure, "judge_divergences", lambda divergences, *_, **__: {item.peer: [0.1] for item in divergences}
@@ -72,7 +74,7 @@ def test_on_a_gpu_one_engine_is_open_at_a_time_and_the_judge_comes_last(setting,
     ]  # fmt: skip
     assert {item.peer: item.num_ties for item in result.agreements} == {"hf-generate": 0, "hf-continuous": 2}
     assert list(result.timed[0].generations) == [OURS, "hf-generate", "hf-continuous"]
-    assert len(result.copies) == 3
+    assert len(result.rates) == 3
 
 
 def test_on_the_cpu_all_are_open_and_compared_before_anything_is_timed(setting, log):

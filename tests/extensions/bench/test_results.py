@@ -5,7 +5,7 @@ import pytest
 from harness.base.environment import MachineInfo, describe_machine
 from harness.extensions.bench.agreement import Agreement
 from harness.extensions.bench.peer import Generation
-from harness.extensions.bench.report import BandwidthShare, BenchResult, Measure, bench_text
+from harness.extensions.bench.report import BandwidthShare, BenchResult, Measure, ProductShare, Rates, bench_text
 
 FASTER = Measure(
     name="uneven workload", unit="tok/s", is_higher_better=True,
@@ -22,8 +22,18 @@ def result(*measures):
     return BenchResult(
         shape="tiny", num_parameters=1_320_000, dtype="float32", seed=0, repeats=3,
         machine=MachineInfo(device="A CPU", cpu_flags=("avx2",), num_threads=2, versions={"torch": "2.13"}),
-        copy_bytes_per_second=20e9, copy_spread=(18e9, 21e9), measures=measures,
-        shares=[BandwidthShare(batch_size=1, bytes_per_step=5_000_000, shares={"reference": 0.5})],
+        rates=[
+            Rates(copy_bytes_per_second=copy, read_bytes_per_second=2 * copy, product_flops_per_second=30 * copy)
+            for copy in (18e9, 20e9, 21e9)
+        ],
+        measures=measures,
+        shares=[
+            BandwidthShare(
+                workload="batch 1", batch_size=1, bytes_per_step=5_000_000, shares={"reference": 0.5},
+                read_shares={"reference": 0.25},
+            )
+        ],
+        product_shares=[ProductShare(workload="batch 1", flops=10**9, shares={"reference": 0.1})],
         agreements=[Agreement(peer="good", num_requests=9, num_ties=2, worst_tie_stds=0.0123)],
         absent={"llamacpp": "No module named 'llama_cpp'"},
     )  # fmt: skip
@@ -46,8 +56,11 @@ def test_the_page():
     assert "3.00x good (1.00 to 4.00)" in text
     assert "0.50x good (0.25 to 0.75)" in text
     assert rows["prefill, batch 1"][-4:] == ["7", "-", "-", "-"]
-    assert "read and written: 20.0 GB/s (18.0 to 21.0)" in text
-    assert "decode at batch 1 (5 MB a step): reference 50%" in text
+    assert "read and written: 20 GB/s (18 to 21)" in text
+    assert "read bandwidth: 40 GB/s (36 to 42)" in text
+    assert "products: 0.6 TFLOP/s (0.54 to 0.63)" in text
+    assert "share of copies (of reads), decode at batch 1 (5 MB a step): reference 50% (25%)" in text
+    assert "share of products, prefill at batch 1: reference 10%" in text
     assert "good: the tokens of reference in 7 of 9 requests, the others part at ties (up to 0.012" in text
     assert "llamacpp: not timed, No module named 'llama_cpp'" in text
 
@@ -55,7 +68,7 @@ def test_the_page():
 def test_json_has_samples_and_what_follows_from_them():
     document = result(FASTER).json()
     (measure,) = document["measures"]
-    assert document["schema_version"] == 1
+    assert document["schema_version"] == 2
     assert measure["samples"]["reference"] == [30.0, 20.0, 40.0]
     assert (measure["medians"]["reference"], measure["advantages"]) == (30.0, [3.0, 1.0, 4.0])
 
