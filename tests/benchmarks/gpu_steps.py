@@ -1,6 +1,6 @@
 """Steps of the engine on a GPU, with random weights that are made there: no checkpoint is written or read.
 
-    python tests/benchmarks/gpu_steps.py 'decode("qwen3-8b", [1, 16])' 'kernels("qwen3-8b")' 'workload("qwen3-0.6b")'
+    python -m tests.benchmarks.gpu_steps 'decode("qwen3-8b", [1, 16])' 'kernels("qwen3-8b")' 'workload("qwen3-0.6b")'
 
 `harness bench engine` times the same beside its peers, and compares tokens first; this is for looking into the engine.
 """
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3ForCausalLM
 
 import reference_engine.model_runner
 from harness.extensions.bench.peer import uneven_workload
@@ -33,7 +32,13 @@ from reference_engine.fast import products
 DEFAULTS: Mapping[str, Any] = {
     "dtype": "bfloat16", "device": "cuda", "attention_backend": "triton", "max_model_len": 2048, "max_num_seqs": 256,
 }  # fmt: skip
-PROMPT_LEN = 128
+PROMPT_LEN, NUM_TOKENS = 128, 64
+
+
+def sizes(prompt_len: int, num_tokens: int) -> None:
+    """Give all requests from now on other lengths."""
+    global PROMPT_LEN, NUM_TOKENS
+    PROMPT_LEN, NUM_TOKENS = prompt_len, num_tokens
 
 
 def random_weights(_folder: object, config: ModelConfig, dtype: torch.dtype, device: torch.device, *_: Any) -> Any:
@@ -67,8 +72,9 @@ def add(engine: LLMEngine, batch_size: int, num_tokens: int) -> None:
         engine.add_request(prompt, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
 
 
-def step_seconds(engine: LLMEngine, batch_size: int, num_tokens: int = 64) -> tuple[float, float]:
+def step_seconds(engine: LLMEngine, batch_size: int, num_tokens: int | None = None) -> tuple[float, float]:
     """Return the seconds of the first step, and of the median one of decode, when everything is warm."""
+    num_tokens = num_tokens or NUM_TOKENS
     for _ in range(2):
         add(engine, batch_size, num_tokens)
         times = []
@@ -102,23 +108,6 @@ def decode(shape: str, batch_sizes: list[int], **options: Any) -> None:
             )
 
 
-def hf_generate(shape: str, batch_sizes: list[int], num_tokens: int = 64) -> None:
-    """Time the same steps of transformers: `generate` as it comes, with a cache that grows."""
-    config = SHAPES[shape].config()
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
-    for batch_size in batch_sizes:
-        prompts = torch.randint(5, 500, (batch_size, PROMPT_LEN), device="cuda")
-        times = []
-        for length in (1, num_tokens, 1, num_tokens):
-            begin = time.perf_counter()
-            model.generate(prompts, max_new_tokens=length, min_new_tokens=length, do_sample=False, pad_token_id=0)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        decode_s = (times[3] - times[2]) / (num_tokens - 1)
-        print(f"{shape} hf-generate batch {batch_size}: {decode_s * 1e3:.3f} ms a step", flush=True)
-
-
 def without_row_kernel() -> None:
     """Leave the product of one row to torch from now on."""
     products.MIN_ROW_ELEMENTS = 1 << 60
@@ -144,12 +133,12 @@ def kernels(shape: str, batch_size: int = 1, trace: str | None = None, **options
 def host(shape: str, batch_size: int = 256, **options: Any) -> None:
     """Show what the host does in a step of decode."""
     with opened(shape, **options) as engine:
-        step_seconds(engine, batch_size, 8)
-        add(engine, batch_size, 60)
-        for _ in range(20):
+        step_seconds(engine, batch_size, min(8, NUM_TOKENS))
+        add(engine, batch_size, NUM_TOKENS)
+        for _ in range(NUM_TOKENS // 3):
             engine.step()
         with cProfile.Profile() as profiler:
-            for _ in range(30):
+            for _ in range(NUM_TOKENS // 2):
                 engine.step()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(22)
 

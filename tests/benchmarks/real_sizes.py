@@ -1,14 +1,18 @@
 """Check HF itself, and the reference engine where it serves the family, at published shapes with seeded random weights.
 
 Printed, one line a check: the verdict, the largest share of a bound, what each phase took, what that is in plain
-forwards of the same model on the same machine, and the largest memory that is not mapped from a file.
+forwards of the same model on the same machine, and the largest memory of the host that is not mapped from a file.
 
     python -m tests.benchmarks.real_sizes [--shapes NAME;...] [--dtypes float32,...] [--tokens 256] [--folder DIR]
+    python -m tests.benchmarks.real_sizes --device cuda --shapes "Qwen3-8B, 8 layers" --engines triton ...
+
+`profile` after the options writes a profile of the first shape instead, and reads its trace and snapshot back.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,7 @@ from harness.base.memory import watched_memory
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
+from harness.results.check import Outcome
 
 from ..families.lively import make_lively
 
@@ -52,6 +57,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
         "query_pre_attn_scalar": 256, "sliding_window": 512, "tie_word_embeddings": True,
     },
+    "Qwen3-8B, 8 layers": {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": False, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    },
+    "tiny": {
+        "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
+        "tie_word_embeddings": False, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    },
     "Qwen3-30B-A3B, 2 layers": {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
         "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
@@ -59,27 +74,38 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-ENGINES = {"hf": ("hf", {}), "hf, eager": ("hf", {"attention": "eager"}), "reference": ("reference", {})}
+ENGINES: dict[str, tuple[str, dict[str, str]]] = {
+    "hf": ("hf", {}), "hf, eager": ("hf", {"attention": "eager"}), "reference": ("reference", {}),
+    "triton": ("reference", {"attention_backend": "triton"}),
+}  # fmt: skip
 SERVED = ("llama", "mistral", "qwen2", "qwen3")
+PUBLISHED = tuple(name for name in SHAPES if name not in ("tiny", "Qwen3-8B, 8 layers"))
 COLUMNS = (
     "shape", "dtype", "engine", "verdict", "alarms", "largest share", "plain s", "golden s", "engine s", "compare s",
-    "golden + compare / plain", "peak GiB",
+    "all s", "golden + compare / plain", "peak GiB",
 )  # fmt: skip
 
 
 def main() -> None:
     """Check every shape in every dtype with every engine, each in a separate process."""
     options = parsed()
+    if options.part:
+        sys.stdout.write(json.dumps(PARTS[options.part](options)) + "\n")
+        return
     rows = []
     for shape in options.shapes.split(";"):
         for dtype in options.dtypes.split(","):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                child("save", shape, dtype, folder)
-                plain = child("plain", shape, dtype, folder)["seconds"]
-                for engine in ENGINES:
-                    if engine == "reference" and SHAPES[shape]["model_type"] not in SERVED:
+                at = {"shapes": shape, "dtypes": dtype, "folder": folder}
+                child(options, "save", **at)
+                if options.what == "profile":
+                    show_profile(options, Path(folder) / "model", dtype)
+                    return
+                plain = child(options, "plain", **at)["seconds"]
+                for engine in options.engines.split(";"):
+                    if ENGINES[engine][0] == "reference" and SHAPES[shape]["model_type"] not in SERVED:
                         continue
-                    measured = child("check", shape, dtype, folder, engine)
+                    measured = child(options, "check", engines=engine, **at)
                     rows.append(row(shape, dtype, engine, plain, measured))
                     sys.stderr.write("\n".join([str(rows[-1]), *measured["alarms"][:5], ""]))
     sys.stdout.write(tabulate(rows, COLUMNS, tablefmt="github", disable_numparse=True) + "\n")
@@ -87,97 +113,121 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.real_sizes")
-    parser.add_argument("--shapes", default=";".join(SHAPES), help="separated by semicolons")
+    parser.add_argument("what", nargs="?", choices=["check", "profile"], default="check")
+    parser.add_argument("--shapes", default=";".join(PUBLISHED), help="separated by semicolons")
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
+    parser.add_argument("--engines", default="hf;hf, eager;reference", help=f"of {'; '.join(ENGINES)}")
+    parser.add_argument("--schedules", default="plain")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--folder", default=None, help="where the checkpoints are written; up to 8 GB at a time")
-    options = parser.parse_args()
-    os.environ["REAL_SIZES_TOKENS"] = str(options.tokens)
-    return options
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--folder", default=None, help="where the checkpoints are written; up to 11 GB at a time")
+    parser.add_argument("--out", default="out/profile", help="folder of the profile")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
-def child(*arguments: str) -> Any:
+def program(*arguments: str) -> list[str]:
+    """Return a command that runs a module in a process with the same device, pretended or not."""
+    via = ["tests.pretended_gpu"] if "tests.pretended_gpu.device" in sys.modules else []
+    return [sys.executable, *(word for name in via for word in ("-m", name)), *arguments[bool(via) and 1 :]]
+
+
+def child(options: argparse.Namespace, part: str, **changed: str) -> Any:
     """Run one part in a separate process, and return what it printed."""
-    command = [sys.executable, "-c", f"from {__spec__.name} import part; part({list(arguments)!r})"]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    settings = {name: value for name, value in (vars(options) | changed | {"part": part}).items() if name != "what"}
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    ran = subprocess.run(program("-m", "tests.benchmarks.real_sizes", *words), stdout=subprocess.PIPE, text=True)
+    ran.check_returncode()
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def part(arguments: list[str]) -> None:
-    """Run one part and print what it measured."""
-    what, shape, dtype, folder, *engine = arguments
-    measured: dict[str, Any] = {}
-    if what == "save":
-        save(shape, dtype, Path(folder))
-    elif what == "plain":
-        measured = {"seconds": plain_seconds(dtype, Path(folder))}
-    else:
-        measured = check(dtype, Path(folder), engine[0])
-    sys.stdout.write(json.dumps(measured) + "\n")
-
-
-def token_ids(vocab_size: int) -> list[int]:
-    count = int(os.environ["REAL_SIZES_TOKENS"])
+def token_ids(vocab_size: int, count: int) -> list[int]:
     return torch.randint(3, vocab_size, (count,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def save(shape: str, dtype: str, folder: Path) -> None:
+def save(options: argparse.Namespace) -> dict[str, Any]:
     """Write a checkpoint of a shape."""
-    settings = dict(SHAPES[shape])
+    settings = dict(SHAPES[options.shapes])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     make_lively(model, seed=0)
-    model.to(getattr(torch, dtype)).save_pretrained(folder / "model")
+    model.to(getattr(torch, options.dtypes)).save_pretrained(Path(options.folder) / "model")
+    return {}
 
 
-def plain_seconds(dtype: str, folder: Path) -> float:
+def plain_seconds(options: argparse.Namespace) -> dict[str, Any]:
     """Return the shortest of five plain forwards."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, dtype))
-    ids = torch.tensor([token_ids(model.config.vocab_size)])
+    folder, dtype = Path(options.folder) / "model", getattr(torch, options.dtypes)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(options.device)
+    ids = torch.tensor([token_ids(model.config.vocab_size, options.tokens)], device=options.device)
     seconds = []
     with torch.no_grad():
         for _ in range(5):
             begin = time.perf_counter()
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=ids, use_cache=False).logits[0, -1, 0].item()  # waits for a GPU
             seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return {"seconds": min(seconds)}
 
 
-def check(dtype: str, folder: Path, engine: str) -> dict[str, Any]:
+def check(options: argparse.Namespace) -> dict[str, Any]:
     """Run one check; the golden is made in the first of a checkpoint and read in the others."""
-    os.environ["HARNESS_CACHE"] = str(folder / "cache")
-    name, engine_options = ENGINES[engine]
-    vocab_size = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
+    os.environ["HARNESS_CACHE"] = str(Path(options.folder) / "cache")
+    name, engine_options = ENGINES[options.engines]
+    model = Path(options.folder) / "model"
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     with watched_memory() as peak:
+        begin = time.perf_counter()
         plan = plan_request(
-            model=str(folder / "model"),
+            model=str(model),
             engine=name,
             engine_options=engine_options,
-            dtype=dtype,
-            device="cpu",
-            requests=[RequestSpec(token_ids=token_ids(vocab_size))],
+            dtype=options.dtypes,
+            device=options.device,
+            requests=[RequestSpec(token_ids=token_ids(vocab_size, options.tokens))],
             max_new_tokens=4,
-            schedules=["plain"],
+            schedules=options.schedules.split(","),
             local_files_only=True,
         )
         result = run_check(plan)
-    (run,) = result.runs
+        seconds = time.perf_counter() - begin
+    runs = result.runs
     return {
-        "verdict": run.outcome.value,
-        "alarms": [finding.message for finding in run.findings],
-        "share": max(tap.local_bound_share_max or 0.0 for tap in run.taps),
+        "verdict": next((run.outcome.value for run in runs if run.outcome is not Outcome.PASS), Outcome.PASS.value),
+        "alarms": [finding.message for run in runs for finding in run.findings],
+        "share": max(tap.local_bound_share_max or 0.0 for run in runs for tap in run.taps),
         "golden": result.golden_s,
-        "engine": run.engine_s,
-        "compare": run.compare_s,
+        "engine": sum(run.engine_s or 0.0 for run in runs),
+        "compare": sum(run.compare_s or 0.0 for run in runs),
+        "all": seconds,
         "peak": max(peak) / 2**30,
     }
 
 
+PARTS = {"save": save, "plain": plain_seconds, "check": check}
+
+
+def show_profile(options: argparse.Namespace, model: Path, dtype: str) -> None:
+    """Profile a step of the engine, and read what that wrote as any other program's trace and snapshot."""
+    out, (_, engine_options) = Path(options.out), ENGINES[options.engines.split(";")[0]]
+    shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off
+    named = [word for name, value in engine_options.items() for word in ("--engine-option", f"{name}={value}")]
+    size = ["--prompt-tokens", str(options.tokens), "--max-new-tokens", "8", "--quick"]
+    run_harness("profile", "--model", model, "--dtype", dtype, "--device", options.device, *named, *size, "--out", out)
+    for trace in sorted(out.glob("trace/*.json.gz")):
+        run_harness("trace", "summary", trace)
+    for snapshot in sorted(out.glob("memory/*.pickle")):
+        run_harness("trace", "memory", snapshot)
+
+
+def run_harness(*arguments: str | Path) -> None:
+    sys.stdout.flush()
+    subprocess.run(program("-m", "harness", *map(str, arguments)), check=True)
+
+
 def row(shape: str, dtype: str, engine: str, plain: float, measured: dict[str, Any]) -> list[str]:
     """Return one line of the table."""
-    is_made = engine == "hf"
-    seconds = measured["golden"] + measured["compare"] if is_made else measured["compare"]
     return [
         shape,
         dtype,
@@ -185,11 +235,9 @@ def row(shape: str, dtype: str, engine: str, plain: float, measured: dict[str, A
         measured["verdict"],
         str(len(measured["alarms"])),
         f"{measured['share']:.2f}",
-        f"{plain:.2f}",
-        f"{measured['golden']:.1f}" if is_made else "as above",
-        f"{measured['engine']:.1f}",
-        f"{measured['compare']:.1f}",
-        f"{seconds / plain:.1f}",
+        f"{plain:.4g}",
+        *(f"{measured[name]:.1f}" for name in ("golden", "engine", "compare", "all")),
+        f"{(measured['golden'] + measured['compare']) / plain:.1f}",
         f"{measured['peak']:.2f}",
     ]
 

@@ -34,7 +34,7 @@ def make_lively(model: nn.Module, seed: int) -> None:
             buffer.add_(normal(buffer, generator), alpha=SPREAD)
         elif name.endswith("tid2eid"):  # the experts of each token, by its number; all zero when fresh
             buffer.copy_(choices(buffer, model.config.num_local_experts, generator))
-    tame(model, torch.randint(3, 250, (1, 48), generator=generator))
+    tame(model, torch.randint(3, 250, (1, 48), generator=generator).to(next(model.parameters()).device))
 
 
 def lively(path: str, fresh: torch.Tensor, owner: nn.Module, generator: torch.Generator) -> torch.Tensor:

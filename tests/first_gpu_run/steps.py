@@ -4,19 +4,17 @@ import sys
 from dataclasses import dataclass
 
 PYTHON = (sys.executable,)
-HARNESS = (*PYTHON, "-c", "from harness.cli import main; main()")
-PYTEST = (
-    *PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+_PYTEST = (
+    "-q", "-p", "no:cacheprovider",
     # Whatever plugins the machine has, and whatever they warn of, the tests are to run.
     "-p", "no:benchmark", "-o", "filterwarnings=default", "--continue-on-collection-errors",
 )  # fmt: skip
 TRITON = ("--engine-option", "attention_backend=triton")
 GPU = ("--device", "cuda")
-CHECK = (*HARNESS, "check", *GPU)
-BENCH = (*HARNESS, "bench", "engine", *GPU, "--dtype", "bfloat16", *TRITON, "--format", "json")
 SCHEDULES = "plain,chunked,batched,mixed,prefix-hit,forked,preempted,rewound,speculative"
 DTYPES = ("float32", "bfloat16", "float16")
-_STEPS = "tests/benchmarks/gpu_steps.py"
+_KERNEL_TESTS = "tests/unit/reference_engine/fast/kernels"
+_GRAPH_TESTS = "tests/unit/reference_engine/fast/test_graphs.py"
 
 Command = tuple[str, ...]
 
@@ -41,67 +39,136 @@ class Step:
     """Page of the GPU's folder in reports/ that takes the figures."""
 
 
+def _harness(*words: str) -> Command:
+    return (*PYTHON, "-c", "from harness.cli import main; main()", *words)
+
+
+def _pytest(*words: str) -> Command:
+    return (*PYTHON, "-m", "pytest", *_PYTEST, *words)
+
+
+def _check(*words: str) -> Command:
+    return _harness("check", *GPU, *words)
+
+
+def _bench(*words: str) -> Command:
+    return _harness("bench", "engine", *GPU, "--dtype", "bfloat16", *TRITON, "--format", "json", *words)
+
+
+def _real_size(*words: str) -> Command:
+    return (*PYTHON, "-m", "tests.benchmarks.real_sizes", *GPU, "--engines", "triton", *words)
+
+
+def _sanitizer(tool: str, file: str) -> Command:
+    """Watch a file of the kernels' tests, but for those of large caches: a sanitizer slows a kernel hundredfold."""
+    tests = _pytest("-n", "0", "-x", "-m", "gpu and not slow", f"{_KERNEL_TESTS}/{file}")
+    return ("compute-sanitizer", "--tool", tool, "--target-processes", "all", *tests)
+
+
 STEPS = (
     Step(name="machine", usual_s=5, limit_s=30, needs="nvidia-smi", fills="the head of every page", commands=(
         ("nvidia-smi", "-q", "-d", "CLOCK,POWER,ECC,MEMORY"), (*PYTHON, "-m", "pip", "list"), ("lscpu",),
     )),
+    Step(name="decode", usual_s=60, limit_s=90, fills="engine.md", commands=((
+        *PYTHON, "-m", "tests.benchmarks.gpu_steps", 'decode("qwen3-8b", [1, 16])', 'kernels("qwen3-8b")',
+        'decode("qwen3-0.6b", [1, 16, 256])', 'host("qwen3-0.6b", 1)', 'host("qwen3-0.6b", 256)',
+    ),)),
+    Step(name="peers", usual_s=150, limit_s=240, fills="engine.md", commands=(
+        _bench("--shape", "qwen3-8b", "--repeats", "1", "--requests", "8", "--prompt-tokens", "128",
+               "--peer", "gpt-fast", "--peer", "hf-static", "--peer", "hf-generate"),
+    )),
+    Step(name="real-size", usual_s=90, limit_s=120, fills="checks.md", commands=(
+        _real_size("--shapes", "Qwen3-8B, 8 layers", "--dtypes", "bfloat16,float32", "--tokens", "512",
+                   "--schedules", "plain,chunked,batched"),
+    )),
+    Step(name="graphs", usual_s=30, limit_s=40, is_timed=False, fills="checks.md", commands=(
+        _pytest("-n", "0", "-m", "gpu", _GRAPH_TESTS),
+        *(_check("--dtype", dtype, *TRITON, "--taps", "logits", "--schedule", SCHEDULES) for dtype in DTYPES),
+    )),
+    Step(name="fuzz", usual_s=40, limit_s=60, is_timed=False, fills="checks.md", commands=(
+        _harness("fuzz", "run", *GPU, "--dtype", "bfloat16", "--seconds", "30", *TRITON),
+        _harness("fuzz", "invariance", *GPU, "--dtype", "bfloat16", "--seconds", "30", *TRITON),
+    )),
+    Step(name="sanitizer", usual_s=45, limit_s=60, needs="compute-sanitizer", is_timed=False, fills="checks.md",
+         commands=tuple(
+        _sanitizer(tool, file) for tool in ("racecheck", "memcheck")
+        for file in ("test_paged_decode.py", "test_paged_prefill.py", "test_fused_kernels.py", "test_row_product.py")
+    )),
+    Step(name="profile", usual_s=45, limit_s=60, fills="profiles.md", commands=(
+        _real_size("profile", "--shapes", "Qwen3-8B, 8 layers", "--dtypes", "bfloat16", "--tokens", "512",
+                   "--out", "{out}/profile"),
+    )),
     Step(name="checks", usual_s=60, limit_s=190, is_timed=False, fills="checks.md", commands=tuple(
-        (*CHECK, "--dtype", dtype, "--schedule", SCHEDULES, "--engine-option", f"attention_backend={backend}")
+        _check("--dtype", dtype, "--schedule", SCHEDULES, "--engine-option", f"attention_backend={backend}")
         for dtype in DTYPES for backend in ("paged", "triton")
     )),
     Step(name="tests", usual_s=120, limit_s=190, is_timed=False, fills="checks.md", commands=(
-        (*PYTEST, "-n", "6", "-m", "gpu and not slow", "tests/unit/reference_engine", "tests/integration"),
+        _pytest("-n", "6", "-m", "gpu and not slow", "tests/unit/reference_engine", "tests/integration"),
     )),
     Step(name="other-engines", usual_s=60, limit_s=190, is_timed=False, fills="checks.md", commands=(
-        (*CHECK, "--dtype", "bfloat16", "--schedule", "tensor-parallel", *TRITON),
-        *((*CHECK, "--engine", "hf", "--dtype", dtype) for dtype in DTYPES),
-        (*HARNESS, "fuzz", "invariance", *GPU, "--dtype", "bfloat16", "--seconds", "40", *TRITON),
+        _check("--dtype", "bfloat16", "--schedule", "tensor-parallel", *TRITON),
+        *(_check("--engine", "hf", "--dtype", dtype) for dtype in DTYPES),
     )),
     Step(name="faults", usual_s=90, limit_s=190, is_timed=False, fills="checks.md", commands=(
-        (*HARNESS, "faults", *GPU, "--category", "cache", "--format", "json"),
+        _harness("faults", *GPU, "--category", "cache", "--format", "json"),
     )),
-    Step(name="decode-8b", usual_s=60, limit_s=150, fills="engine.md", commands=((
-        *PYTHON, _STEPS, 'decode("qwen3-8b", [1, 16])', 'kernels("qwen3-8b")',
-        'decode("qwen3-8b", [1], fused_kernels=False)', 'decode("qwen3-8b", [1], attention_backend="paged")',
-    ),)),
-    Step(name="decode-0.6b", usual_s=40, limit_s=120, fills="engine.md", commands=((
-        *PYTHON, _STEPS, 'decode("qwen3-0.6b", [1, 16, 256])', 'hf_generate("qwen3-0.6b", [1, 16])',
-        'workload("qwen3-0.6b")',
+    Step(name="other-steps", usual_s=60, limit_s=150, fills="engine.md", commands=((
+        *PYTHON, "-m", "tests.benchmarks.gpu_steps", 'decode("qwen3-8b", [1], fused_kernels=False)',
+        'decode("qwen3-8b", [1], attention_backend="paged")', 'workload("qwen3-0.6b")',
     ),)),
     Step(name="bench", usual_s=40, limit_s=120, fills="engine.md", commands=(
-        (*BENCH, "--shape", "142m", "--peer", "hf-generate", "--peer", "hf-continuous"),
-    )),
-    Step(name="profile", usual_s=60, limit_s=150, fills="profiles.md", commands=(
-        (*HARNESS, "profile", *GPU, "--dtype", "bfloat16", *TRITON, "--out", "{out}/profile"),
+        _bench("--shape", "142m", "--peer", "hf-generate", "--peer", "hf-continuous"),
     )),
     Step(name="kernels", usual_s=60, limit_s=120, fills="engine.md", commands=(
         (*PYTHON, "tests/benchmarks/gpu_kernels.py", "roofs", "products", "fused", "decode", "prefill"),
     )),
-    Step(name="sanitizer", usual_s=60, limit_s=90, needs="compute-sanitizer", is_timed=False, fills="checks.md",
-         commands=tuple(
-        ("compute-sanitizer", "--tool", tool, "--target-processes", "all", *PYTEST, "-n", "0", "-x", "-m", "gpu",
-         "tests/unit/reference_engine/fast/kernels/test_paged_decode.py")
-        for tool in ("memcheck", "initcheck")
-    )),
 )  # fmt: skip
 
-_PRETENDED = (*PYTHON, "-m", "tests.pretended_gpu")
-_SMALL = ("--dtype", "float32", "--schedule", "plain", "--model", "llama-tiny", "--token-ids", "5,6,7")
-_PLUGIN = ("-n", "0", "-p", "tests.pretended_gpu.plugin", "-m", "gpu")
+
+def _pretended(*words: str) -> Command:
+    return (*PYTHON, "-m", "tests.pretended_gpu", *words)
+
+
+def _pretended_pytest(*words: str) -> Command:
+    return _pytest("-n", "0", "-p", "tests.pretended_gpu.plugin", "-m", "gpu", *words)
+
+
+def _pretended_real_size(*words: str) -> Command:
+    return _pretended("tests.benchmarks.real_sizes", *GPU, "--shapes", "tiny", "--tokens", "12", *words)
+
+
+_SMALL = ("--schedule", "plain", "--model", "llama-tiny", "--token-ids", "5,6,7", "--max-new-tokens", "2")
+_SMALL_ENGINE = "max_model_len=32, max_num_seqs=2, num_blocks=16"
 PRETENDED_STEPS = (
     Step(name="machine", usual_s=1, limit_s=60, commands=((*PYTHON, "-m", "pip", "--version"),)),
-    Step(name="tests", usual_s=1, limit_s=400, commands=(
-        (*PYTEST, *_PLUGIN, "tests/unit/reference_engine/test_engine.py"),
+    Step(name="decode", usual_s=1, limit_s=400, commands=((
+        *_pretended("tests.benchmarks.gpu_steps"), "sizes(prompt_len=9, num_tokens=4)",
+        f'decode("tiny", [1, 2], {_SMALL_ENGINE})', f'host("tiny", 1, {_SMALL_ENGINE})',
+    ),)),
+    Step(name="peers", usual_s=1, limit_s=600, commands=(
+        _pretended("bench", "engine", *GPU, "--shape", "tiny", "--peer", "gpt-fast", "--peer", "hf-static", "--repeats",
+                   "1", "--requests", "1", "--batch-size", "2", "--prompt-tokens", "9", "--dtype", "bfloat16", *TRITON),
     )),
-    Step(name="checks", usual_s=1, limit_s=400, commands=tuple(
-        (*_PRETENDED, "check", *GPU, *_SMALL, "--max-new-tokens", "2",
-         "--engine-option", f"attention_backend={backend}")
+    Step(name="real-size", usual_s=1, limit_s=600, commands=(
+        _pretended_real_size("--engines", "triton", "--dtypes", "bfloat16,float32", "--schedules", "plain,chunked"),
+    )),
+    Step(name="graphs", usual_s=1, limit_s=600, is_timed=False, commands=(
+        _pretended_pytest(_GRAPH_TESTS),
+        _pretended("check", *GPU, *_SMALL, "--dtype", "float32", *TRITON, "--taps", "logits"),
+    )),
+    Step(name="fuzz", usual_s=1, limit_s=400, is_timed=False, commands=(
+        _pretended("fuzz", "run", *GPU, "--dtype", "float32", "--seconds", "40"),
+    )),
+    Step(name="sanitizer", usual_s=1, limit_s=60, needs="compute-sanitizer", is_timed=False, commands=(("true",),)),
+    Step(name="profile", usual_s=1, limit_s=600, commands=(
+        _pretended_real_size("profile", "--engines", "reference", "--dtypes", "bfloat16", "--out", "{out}/profile"),
+    )),
+    Step(name="checks", usual_s=1, limit_s=400, is_timed=False, commands=tuple(
+        _pretended("check", *GPU, *_SMALL, "--dtype", "float32", "--engine-option", f"attention_backend={backend}")
         for backend in ("paged", "triton")
     )),
-    Step(name="profile", usual_s=1, limit_s=400, commands=((
-        *_PRETENDED, "profile", *GPU, "--model", "llama-tiny", "--prompt-tokens", "4", "--max-new-tokens", "2",
-        "--quick", "--out", "{out}/profile",
-    ),)),
-    Step(name="sanitizer", usual_s=1, limit_s=60, needs="compute-sanitizer", commands=(("true",),)),
+    Step(name="tests", usual_s=1, limit_s=400, is_timed=False, commands=(
+        _pretended_pytest("tests/unit/reference_engine/test_engine.py"),
+    )),
 )  # fmt: skip
 """The same run on a device that is not there, on small shapes: what it shows is that the run itself works."""

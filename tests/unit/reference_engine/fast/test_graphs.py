@@ -137,12 +137,11 @@ def test_a_prompt_is_left_to_others(run: Run) -> None:
     assert run(build_batch([ScheduledChunk(request, 0, 1)], 4, CPU)) is None, "nothing is sampled from it"
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return launch_on(request.param, monkeypatch)
 
 
-@pytest.mark.slow
 @IGNORE_NUMPY
 def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device) -> None:
     """With the Triton backend: the real thing on a GPU, and the same calls again on the CPU."""
