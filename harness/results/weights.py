@@ -8,14 +8,14 @@ from harness.results.check import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """One tensor of either weights against its counterpart."""
+    """A tensor of the first weights and its counterpart in the second."""
 
     name: str
     counterpart: str
-    """The tensor of the other weights, with the rows or columns of it where it is a part."""
+    """Name of the counterpart, with rows or columns if it is a part of a tensor."""
     dtypes: tuple[str, str]
     digests: tuple[str, str]
-    """First 16 digits of SHA-256 over the values, of both."""
+    """First 16 digits of the SHA-256 hash of the values, for both."""
     num_values: int
     num_different: int
     """Values that differ by more than the coarser dtype's rounding; of one dtype, all that are not equal. NaN differs
@@ -24,7 +24,7 @@ class TensorDifference:
     relative: float
     """L2 norm of the difference over that of the first."""
     arrived: float | None = None
-    """Share of the known update that the second weights have; None without earlier weights, or where nothing moved."""
+    """Share of the update that the second weights have; None without earlier weights or without an update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +35,20 @@ class WeightsResult:
     first: str
     second: str
     tensors: tuple[TensorDifference, ...]
-    """All that were compared."""
+    """The compared tensors."""
     only_first: tuple[str, ...]
-    """Names without a counterpart, which were not compared."""
+    """Names of tensors without a counterpart, which were not compared."""
     only_second: tuple[str, ...]
     arrived: float | None = None
-    """Of the whole update."""
+    """Share of the update over all tensors."""
     settings: tuple[str, ...] = ()
-    """Settings of config and tokenizer that differ, in words."""
+    """Descriptions of settings of config and tokenizer that differ."""
     not_compared: tuple[str, ...] = ()
-    """Which files were not compared, and why."""
+    """Files that were not compared, with the reason."""
 
     @property
     def different(self) -> tuple[TensorDifference, ...]:
-        """The tensors that differ, the furthest apart first."""
+        """The tensors that differ, the largest difference first."""
         differing = [tensor for tensor in self.tensors if tensor.num_different]
         return tuple(sorted(differing, key=lambda tensor: -tensor.relative))
 

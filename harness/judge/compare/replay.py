@@ -32,11 +32,11 @@ class TapRows:
     batch: PaddedBatch
     places: torch.Tensor
     actual: torch.Tensor
-    """In the dtype they were recorded in."""
+    """The engine's rows, in the recorded dtype."""
     expected: torch.Tensor
-    """The truth's."""
+    """Rows of the truth."""
     control: torch.Tensor | None
-    """The control's, in the engine's dtype."""
+    """Rows of the control, in the engine's dtype."""
     control_scores: torch.Tensor | None
     """[rows, n] of a router's choice: the control's scores."""
     values: Mapping[str, torch.Tensor]
@@ -84,38 +84,38 @@ class Judge:
     def __init__(self, graph: Graph, usable: Collection[str]) -> None:
         self.graph = graph
         self.usable = usable
-        """Recorded taps whose shape and dtype fit."""
+        """Names of recorded taps with the right shape and dtype."""
         self.unrecorded_before: Mapping[str, tuple[str, ...] | None] = dict.fromkeys(op.tap for op in graph)
         """See `unrecorded_before`; None where an operation is not judged."""
 
     def add(self, rows: TapRows) -> None:
-        """Judge some rows of an operation, now or before `settle` returns."""
+        """Judge rows of an operation, at once or before `settle` returns."""
 
     def choose(self, operation: Operation, chosen: torch.Tensor, num_scores: int) -> None:
         """Note what the rows of a batch chose, [rows, ..., k] int64, of so many scores."""
 
     def settle(self) -> None:
-        """Finish the rows that were added, before their weights are freed."""
+        """Finish the judgement of added rows, before their weights are freed."""
 
     @property
     def is_decided(self) -> bool:
-        """Whether the replay may end here."""
+        """Whether the replay may stop."""
         return False
 
 
 class DecidedError(Exception):
-    """Ends a replay whose judge is decided; the caller of the replay catches it."""
+    """Stops a replay after the decision of its judge; the caller of the replay catches it."""
 
 
 class Replay:
-    """Puts an engine's rows back into both forwards of one batch, and hands them to the judge."""
+    """Puts an engine's rows back into both forwards of one batch, and passes them to the judge."""
 
     def __init__(self, judge: Judge, batch: PaddedBatch) -> None:
         self._judge, self._batch = judge, batch
         self._control: dict[str, torch.Tensor] = {}
         self._control_scores: dict[str, torch.Tensor] = {}
         self._recorded_rows: dict[str, RecordedRows] = {}
-        """Rows that were put back into the control's forward and not yet into the truth's."""
+        """Rows that are in the control's forward, and not yet in the truth's."""
         self._is_recorded: dict[str, torch.Tensor] = {}
         """[places] bool of each tap: where the engine recorded it."""
         self._values: dict[str, torch.Tensor] = {}
@@ -124,11 +124,11 @@ class Replay:
         computed = (op for op in judge.graph if not op.is_kept)
         self._num_readers = Counter(tap for op in computed for tap in op.inputs)
         self._sampled = frozenset(() if batch.positions is None else self._recorded_everywhere())
-        """Taps that are computed at the chosen positions alone."""
+        """Taps that are computed only at the chosen positions."""
 
     @property
     def is_sampled(self) -> bool:
-        """Whether any operation is judged at the chosen positions alone."""
+        """Whether some operation is judged only at the chosen positions."""
         return bool(self._sampled)
 
     @property
@@ -197,7 +197,7 @@ class Replay:
             raise DecidedError
 
     def _judge_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> None:
-        """Give the judge the rows that the engine computed itself, from recorded inputs or through unrecorded taps."""
+        """Pass the rows that the engine computed to the judge, with recorded inputs or through unrecorded taps."""
         unrecorded = self._judge.unrecorded_before.get(value.operation.tap, ())
         control = self._control.pop(value.operation.tap, None)
         scores = self._control_scores.pop(value.operation.tap, None)
@@ -275,7 +275,7 @@ def _where(value: Value, recorded: RecordedRows) -> tuple[RecordedRows, torch.Te
 
 
 def _rows_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hidden states among a part's arguments, into which recorded rows are put; the rest stays as it is."""
+    """Return the hidden states among the arguments of a part, by name."""
     return {name: value for name, value in kwargs.items() if name == "hidden_states"}
 
 

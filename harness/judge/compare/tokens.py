@@ -25,7 +25,7 @@ def compare_tokens(
     *,
     sound: Locator | None = None,
 ) -> tuple[TokenResult, list[Finding]]:
-    """Compare the tokens both sides chose, row by row.
+    """Compare the tokens that both sides chose, row by row.
 
     A differing choice is a *tie* if the truth's logit of the chosen token lies below the truth's best by no more than
     twice the largest error that HF itself makes in the engine's dtype on this golden: each of two logits may be off.
@@ -66,7 +66,7 @@ def tie_margin(logit_noise: torch.Tensor | None) -> float:
 
 
 def _margin(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[rows]: the best logit less the chosen one; infinite for a token outside the vocabulary."""
+    """[rows]: the best logit minus the chosen one; infinite for a token outside the vocabulary."""
     known = chosen < logits.shape[1]
     margin = torch.full((len(chosen),), torch.inf, dtype=torch.float64)
     margin[known] = logits[known].amax(dim=1) - logits[known, chosen[known]]
@@ -76,7 +76,7 @@ def _margin(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def _tied_by_own(
     margin: torch.Tensor, threshold: float, sound: Locator, logits: str, rows: Rows, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """Return the margins; where the engine chose the best of its own logits, at most the threshold: a tie."""
+    """Return the margins, at most the threshold where the engine chose the best of its own logits: a tie."""
     places = sound.find(logits, rows)
     far = ((margin > threshold) & (places[:, 0] >= 0)).nonzero()[:, 0]
     if len(far):
@@ -162,7 +162,7 @@ def _verified(
 def _by_truth(
     step: Step, rows: torch.Tensor, drafts: torch.Tensor, expected: Locator, logits: str, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return [drafts] bool twice: the truth accepts the draft surely, and possibly; up to the first row it lacks."""
+    """Return two [drafts] bool: the truth certainly accepts the draft, and possibly; up to the first missing row."""
     places = expected.find(logits, all_rows(step).select(rows))
     places = places[: _leading(places[:, 0] >= 0)]
     if not len(places):

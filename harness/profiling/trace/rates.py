@@ -1,4 +1,4 @@
-"""The rates of arithmetic and memory that kernels reached, where the shapes of their operators tell the work.
+"""The FLOP and memory rates that kernels reached, for operators whose shapes determine the work.
 
 Operators that are not in the tables below have no rate. The work of a look-up, for example, does not follow from the
 shapes of its inputs.
@@ -23,7 +23,7 @@ _PRODUCTS = {
     "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2), "aten::_scaled_mm": (0, 1),
     "aten::_int_mm": (0, 1), "mkldnn::_linear_pointwise": (0, 1),
 }  # fmt: skip
-"""The two arguments that are multiplied."""
+"""Matrix products, with the indices of the two multiplied arguments."""
 
 
 def _aten(names: str) -> frozenset[str]:
@@ -34,18 +34,18 @@ _ELEMENTWISE = _aten(
     "add sub mul div pow neg exp rsqrt sqrt reciprocal sin cos tanh sigmoid silu gelu relu clamp where masked_fill"
     " _softmax _log_softmax clone maximum minimum"
 )
-"""The result has the shape of all inputs broadcast together, and the dtype of the first."""
+"""Operators whose result has the broadcast shape of all inputs, and the dtype of the first."""
 _IN_PLACE = frozenset(["aten::copy_", *(f"{name}_" for name in _ELEMENTWISE)])
-"""The first input is the result; `copy_` does not read what it held."""
+"""Operators that write into the first input; `copy_` does not read it."""
 _SCANS = _aten("sort cumsum")
-"""The result is as large as the first input."""
+"""Operators whose result is as large as the first input."""
 _REDUCTIONS = _aten("mean sum amax amin max argmax topk")
-"""The result is small beside the input, and not counted."""
+"""Operators with a small result, which is not counted."""
 _ATTENTION = _aten(
     "_flash_attention_forward _scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention"
     " _scaled_dot_product_efficient_attention _efficient_attention_forward"
 )
-"""Query, key and value come first; the result has the shape of the query. Its arithmetic depends on the mask."""
+"""Operators whose first arguments are query, key and value; the result has the shape of the query. Its arithmetic depends on the mask."""
 _KNOWN = _PRODUCTS.keys() | _ELEMENTWISE | _IN_PLACE | _SCANS | _REDUCTIONS | _ATTENTION
 _ITEMSIZES = {
     "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
@@ -55,7 +55,7 @@ _ITEMSIZES = {
 _PEAKS = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
 """The dtype of a product by the name of its inputs' dtype."""
 _MOST = 2**63
-"""Of operations and bytes: no call has more."""
+"""Upper limit of the operations and of the bytes of a call."""
 _Shape = tuple[int, ...]
 
 
@@ -95,13 +95,13 @@ def measured_rates(trace: Trace) -> tuple[TraceRate, ...]:
 
 
 def _card(trace: Trace) -> Gpu | None:
-    """Return the trace's GPU; None if it is not known, or if there are several kinds."""
+    """Return the GPU of the trace; None if unknown, or if there are several kinds."""
     names = set(trace.device_names)
     return reported_gpu(names.pop()) if len(names) == 1 else None
 
 
 def _kernel_ns(trace: Trace, is_known: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return for each event the time of the kernels that were launched in it."""
+    """Return the time of the kernels that each event launched."""
     kernels = np.flatnonzero(trace.are(is_of_device))
     launch = launch_of(trace, kernels)
     kernels, launch = kernels[launch >= 0], launch[launch >= 0]
@@ -144,7 +144,7 @@ def _names(dtypes: str) -> list[str]:
 
 
 def _work(name: str, shapes: str, dtypes: Sequence[str]) -> _Work | None:
-    """Return the work of one call; None for shapes that the operator cannot have."""
+    """Return the work of one call; None for impossible shapes."""
     try:
         inputs = [_shape(dims) for dims in parse_json(shapes)]
         result, flops = _result(name, inputs)

@@ -23,7 +23,7 @@ from harness.judge.compare.conventions.linear import FORMATS, QUANTISED_INPUTS, 
 from harness.oracle.experts import arguments_of, num_experts, reads_slots, run_experts
 
 Steps = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Takes inputs of products; returns them in units of their steps, and the steps."""
+"""Takes inputs of products; returns the inputs in units of their steps, and the steps."""
 _MODEL = ErrorModel(roundings=1, accumulation=10)
 _ROUNDINGS_OF_PRODUCT = 3.0
 """Error of ggml's products, which are added up in float32: outside of experts it is 1.7 to 2.6 roundings in the median
@@ -75,7 +75,7 @@ def experts_with(
 def _run(
     subject: SuspectRows, steps: Steps, size: int, dtype: torch.dtype | None, is_tied: bool
 ) -> torch.Tensor | None:
-    """Return HF's experts with quantised inputs, [R, W] float64; None if their products are not seen.
+    """Return the output of HF's experts with quantised inputs, [R, W] float64; None if no product was intercepted.
 
     Args:
         subject: the rows.
@@ -105,7 +105,7 @@ def _run(
 
 
 class QuantisedInputs(TorchFunctionMode):
-    """Quantises the inputs of products, in the modules that run within it."""
+    """Quantises the inputs of products, in modules that run in this context."""
 
     def __init__(self, steps: Steps, size: int, dtype: torch.dtype | None = None, tie: float | None = None) -> None:
         """Take the quantisation of the inputs, the dtype of all values, and the distance within which ties flip."""

@@ -1,4 +1,4 @@
-"""Conventions of products with a weight: how they are added up, and how their inputs are rounded or quantised.
+"""Conventions of products with a weight: the order of the sum, and the rounding or quantisation of inputs.
 
 `R` rows, `I` inputs, `O` outputs, `B` blocks, `S` inputs of a block. On a CPU, ggml quantises the inputs of a product
 because its weight is quantised: `quantize_row_q8_0` and `quantize_row_q8_K`.
@@ -21,7 +21,7 @@ ADDED_AFTER = "the bias added to the rounded product"
 ROUNDED_INPUTS = "inputs rounded to {}, the weight's dtype"
 _NUM_RANKS = (2, 4, 8)
 _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "wo")
-"""Names of the modules whose inputs tensor-parallel engines split among their ranks."""
+"""Names of modules whose inputs are split among tensor-parallel ranks."""
 _GGUF_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 MODEL = KINDS[Kind.LINEAR].error_model or ErrorModel(roundings=1)
 
@@ -37,7 +37,7 @@ def weight_and_bias(subject: SuspectRows) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def adapter_update(subject: SuspectRows) -> torch.Tensor | None:
-    """Return what a LoRA adapter adds, [R, O] float64; None of an operation without one."""
+    """Return the output of the LoRA adapter, [R, O] float64; None without an adapter."""
     try:
         module = subject.hf.module(subject.operation.module)
     except AttributeError:  # an operation that no module shows: logits that are scaled or capped
@@ -64,7 +64,7 @@ def product_then_bias(
 
 
 def _bias_after(subject: SuspectRows) -> Iterator[Rounding]:
-    """Add the bias in a second operation, as engines do whose kernels take no bias."""
+    """Add the bias in a second operation, as engines with kernels without bias do."""
     if subject.dtype not in HALF or len(subject.inputs) != 1:
         return
     weight, bias = weight_and_bias(subject)

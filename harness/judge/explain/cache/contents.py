@@ -25,7 +25,7 @@ _TOLERANCE = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Whose content a row is."""
+    """The row and tensor that some content belongs to."""
 
     kind: str
     request: int | None = None
@@ -71,7 +71,7 @@ class ContentIndex:
         return (is_near * (1 + likelier)).argmax(dim=1), least
 
     def whose(self, content: torch.Tensor) -> Match | None:
-        """Return whose content one row [K*H] is; None if it is nobody's."""
+        """Return the owner of the content of one row [K*H]; None if no recorded row has it."""
         if not bool(content.any()):
             return Match(kind=ZERO)
         for kind in (KEY, VALUE, RAW_KEY):
@@ -94,7 +94,7 @@ class ContentIndex:
         meant: torch.Tensor | None = None,
         head_dim: int,
     ) -> Provenance:
-        """Trace one place of the cache: where it is, who wrote it last, and whose content it holds.
+        """Trace one place of the cache: its slot, the last writer, and the owner of its content.
 
         Args:
             memory: who wrote what.
@@ -127,7 +127,7 @@ class ContentIndex:
 
 
 def _taps(graph: Graph, layer: int) -> dict[str, str]:
-    """Return the taps of what a layer caches as keys and values; empty if it has none that HF's interface shows."""
+    """Return the taps of the keys and values that a layer caches; empty if HF's interface shows none."""
     attention = graph.attention_of(layer)
     if attention is None:
         return {}
@@ -139,7 +139,7 @@ def _taps(graph: Graph, layer: int) -> dict[str, str]:
 
 
 def _head(content: torch.Tensor | None, meant: torch.Tensor | None, head_dim: int) -> int | None:
-    """Return the KV head that is furthest off; None if all are off alike, within a factor of two."""
+    """Return the KV head with the largest error; None if all errors are within a factor of two."""
     if content is None or meant is None or content.shape != meant.shape or len(content) % head_dim:
         return None
     error = (content - meant).view(-1, head_dim).norm(dim=1)
@@ -147,7 +147,7 @@ def _head(content: torch.Tensor | None, meant: torch.Tensor | None, head_dim: in
 
 
 def describe_writes(wrong: Sequence[tuple[int, Write | None]]) -> str:
-    """List positions and who wrote there: `16: request 1, position 3, step 7`."""
+    """List positions and their writers: `16: request 1, position 3, step 7`."""
     parts = [f"{position}: {'nobody' if write is None else write}" for position, write in wrong[:4]]
     return "written last, by position: " + "; ".join(parts) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else "")
 
@@ -158,7 +158,7 @@ class CacheRead:
 
     view: AttentionContext
     writes: list[Write | None]
-    """Who wrote what each position of the history is read from."""
+    """Writers of the slots that the history is read from."""
     step: int
     request: int
 
@@ -227,7 +227,7 @@ def contents_of(wrong: WrongOperation) -> ContentIndex:
 
 
 def provenance_of(wrong: WrongOperation, step: int, request: int, position: int, content: torch.Tensor) -> Provenance:
-    """Trace one place of a request's history that holds `content` [K*H], as of a step."""
+    """Trace one place of a request's history that holds `content` [K*H], at the time of a step."""
     return contents_of(wrong).provenance(
         wrong.slot_history,
         step=step,

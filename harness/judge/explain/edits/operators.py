@@ -1,4 +1,4 @@
-"""Changes of one expression of a program, as mutation testing makes them, the likely ones first."""
+"""Changes of one expression of a program, as in mutation testing, the likely ones first."""
 
 import ast
 import copy
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _LOW = "_rounded"
-"""Name of the function that rounds, in a changed program."""
+"""Name of the rounding function in a changed program."""
 _COMPUTES_NOTHING = frozenset(
     (
         "to",
@@ -44,24 +44,24 @@ _OF_SETTINGS = ("1", "0", "{0} * {0}", "1 / {0}", "-{0}", "{0} + 1", "{0} - 1", 
 _COMPUTING = ast.Assign | ast.AugAssign | ast.If | ast.Expr
 _DTYPES = ("bfloat16", "float16")
 _LONGEST = 100
-"""Characters of an expression that are shown."""
+"""Maximum number of characters of an expression in a report."""
 LIKELY, POSSIBLE, UNLIKELY = range(3)
 """Ranks: what is left out, exchanged or a branch; other constants and operators; what is rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One change: what stands where in a program, and what is put there."""
+    """One change of a program: a node, its place, and the replacement."""
 
     number: int
-    """Of the node in the order of `ast.walk`."""
+    """Index of the node in the order of `ast.walk`."""
     line: int
-    """In the program, from 1 on."""
+    """Line of the node in the program, from 1 on."""
     rank: int
     old: str
     new: str
     node: ast.AST | None
-    """What is put there; None: a statement is left out."""
+    """The new node; None to remove a statement."""
 
 
 def edits_of(program: ast.Module) -> list[Edit]:
@@ -91,13 +91,13 @@ def _shown(node: ast.AST) -> str:
 
 
 class _Put(ast.NodeTransformer):
-    """Puts a node in the place of another one."""
+    """Replaces a node by another one."""
 
     def __init__(self, target: ast.AST, new: ast.AST | None) -> None:
         self.target, self.new = target, new
 
     def visit(self, node: ast.AST) -> ast.AST:
-        """Return the new node in the place of the target."""
+        """Return the new node if this is the target."""
         if node is self.target:
             return ast.Pass() if self.new is None else copy.deepcopy(self.new)
         return self.generic_visit(node)
@@ -108,7 +108,7 @@ def _expression(text: str) -> ast.expr:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[int, ast.AST | None, str]]:
-    """Yield the rank of each change of a node, what is put in its place, and that in words."""
+    """Yield the rank, the replacement and the description of each change of a node."""
     match node:
         case ast.BinOp():
             yield from _of_operation(node)
@@ -151,7 +151,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[int, ast.AST | None, str]]:
 
 
 def _of_order(node: ast.AST, statements: Sequence[ast.stmt]) -> Iterator[tuple[int, ast.AST, str]]:
-    """Yield two statements in the other order, both of which compute something."""
+    """Yield two neighbouring statements in the opposite order, if both compute something."""
     for at, (first, second) in enumerate(pairwise(statements)):
         if isinstance(first, _COMPUTING) and isinstance(second, _COMPUTING):
             changed = copy.deepcopy(node)
@@ -184,7 +184,7 @@ def _of_operation(node: ast.BinOp) -> Iterator[tuple[int, ast.AST, str]]:
 
 
 def _of_call(node: ast.Call) -> Iterator[tuple[int, ast.AST, str]]:
-    """Yield what may stand in the place of a call: what it is called on, another function, arguments exchanged."""
+    """Yield replacements of a call: its object, another function, exchanged arguments."""
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if name in _COMPUTES_NOTHING:

@@ -25,22 +25,22 @@ from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperatio
 from harness.judge.explain.edits.operators import Edit, edited, edits_of
 
 _MOST_EDITS = 600
-"""Edits of one function that are tried."""
+"""Maximum number of edits of one function."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """A function of HF's, and where it is looked up."""
+    """A function of HF, and the object that holds it."""
 
     holder: Any
     """A module of the model, or the Python module of a function."""
     name: str
     function: FunctionType
     program: ast.Module
-    """Its definition, without decorators."""
+    """Definition of the function, without decorators."""
     file: str
     first: int
-    """Line of the file at which the definition begins."""
+    """Number of the first line of the definition in its file."""
 
     def changed(self, edit: Edit) -> Callable[..., Any]:
         """Return the function with a change."""
@@ -132,7 +132,7 @@ def _under(
 
 
 def _codes(wrong: WrongOperation) -> Iterator[_Code]:
-    """Yield the forwards of the modules around an operation, the innermost first, and what they call in their files."""
+    """Yield the forwards of the modules around an operation, the innermost first, and the functions that they call."""
     functions: dict[str, _Code] = {}
     for path in _modules(wrong):
         module = wrong.hf.module(path)

@@ -22,7 +22,7 @@ _NEARLY_ALL = 0.9
 _SAME = 1e-5
 """Relative distance within which a form of the weights is the model's own."""
 _FACTORS = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
-"""Names under which HF's families keep the factor of a router's weights."""
+"""Names that HF's families have for the factor of a router's weights."""
 Score = Callable[[torch.Tensor], torch.Tensor]
 SCORES: Mapping[str, Score] = {
     "a softmax over all experts": lambda logits: logits.softmax(dim=-1),
@@ -33,7 +33,7 @@ SCORES: Mapping[str, Score] = {
 
 
 def explain_count(operation: Operation, recording: Recording) -> Explanation | None:
-    """Explain a choice of too few or too many, which can be compared with nothing; None for any other operation."""
+    """Explain a choice of too few or too many experts, which has no expected counterpart; None for other operations."""
     entry = next((entry for entry in recording.manifest.taps if entry.name == operation.tap), None)
     if operation.kind is not Kind.CHOICE or entry is None:
         return None
@@ -69,7 +69,7 @@ def other_choice(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def _is_one_choice(wrong: WrongOperation) -> bool:
-    """Whether all rows that were recorded, the right ones too, have the same experts."""
+    """Whether all recorded rows, including the right ones, have the same experts."""
     tap = wrong.operation.tap
     steps = [step for step in wrong.recording.steps if not is_readback(step) and step.has(tap)]
     recorded = torch.cat([step.tap(tap).flatten(1) for step in steps]).sort(dim=1).values
@@ -118,7 +118,7 @@ def choice_of_another_row(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def choice(wrong: WrongOperation, cause: str, chosen: torch.Tensor) -> Hypothesis:
-    """Return a hypothesis about indices [R, C], whose order is free."""
+    """Return a hypothesis about indices [R, C], in any order."""
     is_same = (chosen.sort(dim=1).values == wrong.actual.sort(dim=1).values).all(dim=1, keepdim=True)
     return Hypothesis(
         cause=cause,
@@ -170,7 +170,7 @@ def _forms(wrong: WrongOperation, logits: torch.Tensor, chosen: torch.Tensor) ->
 
 
 def _difference(form: _Form, right: _Form) -> str:
-    """Say how a form of the weights differs from the model's own."""
+    """Describe how a form of the weights differs from the model's."""
     parts = []
     if form.score != right.score:
         parts.append(f"the weights are made by {form.score}, instead of {right.score}")
@@ -212,7 +212,7 @@ def _used_otherwise(
 
 
 def _chosen(wrong: WrongOperation) -> torch.Tensor | None:
-    """Return the experts [R, C] that the weights are those of; None if the operation makes no weights."""
+    """Return the experts [R, C] of the weights; None if the operation computes no weights."""
     router = wrong.operation
     for operation in reversed(wrong.graph.of_layer(router.layer)):
         if operation.kind is Kind.CHOICE and operation.module == router.module:
@@ -233,7 +233,7 @@ def logits_of(wrong: WrongOperation) -> torch.Tensor | None:
 
 
 def bias_of(wrong: WrongOperation) -> torch.Tensor | None:
-    """Return what a router adds to its scores for the choice alone, [E] float64; None if it adds nothing."""
+    """Return the bias that a router adds to its scores only for the choice, [E] float64; None without one."""
     parent: Any = wrong.hf.module(wrong.operation.module.rpartition(".")[0])
     tensor: torch.Tensor
     for holder in (wrong.module, parent):
