@@ -45,7 +45,7 @@ _ATTENTION = _aten(
     "_flash_attention_forward _scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention"
     " _scaled_dot_product_efficient_attention _efficient_attention_forward"
 )
-"""Operators whose first arguments are query, key and value; the result has the shape of the query. Its arithmetic depends on the mask."""
+"""Operators that take query, key and value first; the result is as large as the query. A mask changes their work."""
 _KNOWN = _PRODUCTS.keys() | _ELEMENTWISE | _IN_PLACE | _SCANS | _REDUCTIONS | _ATTENTION
 _ITEMSIZES = {
     "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
