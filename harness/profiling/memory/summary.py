@@ -15,7 +15,8 @@ import numpy as np
 from harness.errors import Code, HarnessError
 from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, Block, DeviceSnapshot, Event, read_snapshot
 from harness.profiling.memory.timeline import history_timeline, stack
-from harness.profiling.trace.file import GZIP_MAGIC, Trace, read_trace
+from harness.profiling.trace.columns import Trace
+from harness.profiling.trace.file import GZIP_MAGIC, read_trace
 from harness.profiling.trace.phases import find_steps
 from harness.profiling.trace.tables import MemoryEvent, memory_events
 from harness.results.memory import (

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import Code, HarnessError
+from harness.profiling.trace.columns import Trace
 from harness.profiling.trace.device import (
     COMMUNICATION,
     COPIES,
@@ -22,7 +23,6 @@ from harness.profiling.trace.device import (
     is_of_device,
     launch_of,
 )
-from harness.profiling.trace.file import Trace
 from harness.profiling.trace.phases import find_steps
 from harness.results.trace import CriticalPath, LinkKind, PathLink
 

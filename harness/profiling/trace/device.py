@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.profiling.trace.file import NO_CORRELATION, Trace
+from harness.profiling.trace.columns import NO_CORRELATION, Trace
 from harness.results.trace import Communication, DeviceActivity, GraphReplays, IdleTime, Launches
 
 KERNEL_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"}

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.base.memory import collecting_no_garbage
+from harness.profiling.trace.columns import Trace
 from harness.profiling.trace.device import KERNEL_CATEGORIES, is_of_device, launch_of
-from harness.profiling.trace.file import Trace, read_trace
+from harness.profiling.trace.file import read_trace
 from harness.results.trace import FlameFrame, ModuleKernel, TraceModule
 
 NOT_NESTED = -1

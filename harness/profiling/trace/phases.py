@@ -14,8 +14,8 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.profiling.trace.columns import Trace
 from harness.profiling.trace.device import is_of_device
-from harness.profiling.trace.file import Trace
 from harness.profiling.trace.tables import SPAN
 
 

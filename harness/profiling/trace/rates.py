@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from harness.base.files import parse_json
 from harness.profiling.gpus import Gpu, reported_gpu
+from harness.profiling.trace.columns import Trace
 from harness.profiling.trace.device import is_of_device, launch_of
-from harness.profiling.trace.file import Trace
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, nest
 from harness.results.trace import TraceRate
 

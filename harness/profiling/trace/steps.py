@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.profiling.trace.columns import Trace
 from harness.profiling.trace.device import GRAPH_LAUNCH, LAUNCH_CATEGORY, covered, is_of_device, launch_of
-from harness.profiling.trace.file import Trace
 from harness.profiling.trace.kernels import category_of
 from harness.profiling.trace.phases import TraceRange, outermost
 from harness.results.trace import TraceStep

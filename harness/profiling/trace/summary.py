@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.base.memory import collecting_no_garbage
+from harness.profiling.trace.columns import Trace
 from harness.profiling.trace.device import LAUNCH_CATEGORY, device_activity, is_of_device
-from harness.profiling.trace.file import Trace, read_trace
+from harness.profiling.trace.file import read_trace
 from harness.profiling.trace.kernels import category_of, readable
 from harness.profiling.trace.nesting import NOT_NESTED, innermost, module_times, nest
 from harness.profiling.trace.phases import TraceRange, find_steps

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from harness.base.memory import collecting_no_garbage
 from harness.errors import Code, HarnessError
-from harness.profiling.trace.file import NO_CORRELATION, Trace, read_trace
+from harness.profiling.trace.columns import NO_CORRELATION, Trace
+from harness.profiling.trace.file import read_trace
 from harness.results.profile import TableRow
 
 STEP = "engine.step"
