@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from harness.errors import Code
-from harness.report.check.sentences import number, printable
-from harness.report.check.table import count
+from harness.report.check.sentences import printable
+from harness.report.check.table import count, number
 from harness.report.terminal import VERDICTS, blocks_text, fact_lines, headline, table_lines
 from harness.results.check import Outcome
 from harness.results.dumps import DumpsResult, Likeness, TensorPair

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator
 
 from harness.errors import Code
-from harness.report.check.sentences import number
-from harness.report.check.table import count
+from harness.report.check.table import count, number
 from harness.report.terminal import blocks_text, fact_lines, headline, table_lines
 from harness.results.measurement import Measurement, TapError
 

@@ -7,8 +7,8 @@ from tabulate import tabulate
 
 from harness.errors import Code
 from harness.report.check.markdown import escaped
-from harness.report.check.sentences import number, printable
-from harness.report.check.table import count
+from harness.report.check.sentences import printable
+from harness.report.check.table import count, number
 from harness.results.check import Outcome
 from harness.results.weights import TensorDifference, WeightsResult
 

@@ -17,8 +17,8 @@ from harness.extensions.fuzz.result import (
     SentWorkload,
 )
 from harness.report.check.json import run_json
-from harness.report.check.sentences import divergence_lines, model_name, number, printable
-from harness.report.check.table import count
+from harness.report.check.sentences import divergence_lines, model_name, printable
+from harness.report.check.table import count, number
 from harness.report.document import document, plain
 from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped
 from harness.results.check import Memory, Outcome

@@ -6,8 +6,8 @@ from typing import Any
 from tabulate import tabulate
 
 from harness.extensions.suite.result import CaseResult, CaseTrend, CaseVerdict, Moved, SuiteDiff, SuiteHistory
-from harness.report.check.sentences import number, printable
-from harness.report.check.table import count
+from harness.report.check.sentences import printable
+from harness.report.check.table import count, number
 from harness.report.document import SCHEMA_VERSION, plain
 from harness.report.terminal import blocks_text, fitted_table
 

@@ -16,8 +16,8 @@ from harness.extensions.suite.history_report import LEGEND, case_row, failing_fi
 from harness.extensions.suite.history_report import history_headline as headline_of_history
 from harness.extensions.suite.result import SEVERITY, CaseResult, CaseTrend, CaseVerdict, SuiteHistory, SuiteResult
 from harness.report.check.markdown import escaped, link
-from harness.report.check.sentences import number, printable
-from harness.report.check.table import count
+from harness.report.check.sentences import printable
+from harness.report.check.table import count, number
 from harness.report.document import plain
 from harness.report.templates import templates
 from harness.report.terminal import MIN_WIDTH, blocks_text

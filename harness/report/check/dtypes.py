@@ -8,8 +8,8 @@ from tabulate import tabulate
 
 from harness.report.check.json import check_json
 from harness.report.check.markdown import check_markdown, escaped
-from harness.report.check.sentences import number, printable
-from harness.report.check.table import merge, merge_taps
+from harness.report.check.sentences import printable
+from harness.report.check.table import merge, merge_taps, number
 from harness.report.check.terminal import check_text
 from harness.report.document import SCHEMA_VERSION
 from harness.results.check import CheckResult, Outcome, TapResult

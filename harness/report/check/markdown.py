@@ -7,7 +7,6 @@ from urllib.parse import quote, urlsplit
 from tabulate import tabulate
 
 from harness.report.check.sentences import (
-    PAGE_COLUMNS,
     divergence_place,
     divergence_size,
     explanation_label,
@@ -15,13 +14,12 @@ from harness.report.check.sentences import (
     extent,
     facts,
     finding_lines,
-    legend,
     printable,
     seen_sentence,
     source_sentence,
     subject,
 )
-from harness.report.check.table import Role, Row, Section, sections
+from harness.report.check.table import PAGE_COLUMNS, Role, Row, Section, legend, sections
 from harness.results.check import CheckResult, Divergence, Outcome
 
 _IN_A_TARGET = "/:?&=%#,;+@~-._"

@@ -3,7 +3,8 @@
 from tabulate import tabulate
 
 from harness.report.check.dtypes import DtypeChecks
-from harness.report.check.sentences import number, power_sentence, printable
+from harness.report.check.sentences import power_sentence, printable
+from harness.report.check.table import number
 from harness.results.check import CheckResult
 
 

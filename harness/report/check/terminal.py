@@ -12,19 +12,15 @@ from tabulate import tabulate
 
 from harness import errors
 from harness.report.check.sentences import (
-    COLUMNS,
-    LABEL,
-    Column,
     divergence_lines,
     extent,
     facts,
     finding_lines,
-    legend,
     printable,
     seen_sentence,
     subject,
 )
-from harness.report.check.table import Role, Row, Section, sections
+from harness.report.check.table import COLUMNS, LABEL, Column, Role, Row, Section, legend, sections
 from harness.report.terminal import MIN_WIDTH, blocks_text, fitted_table
 from harness.results.check import CheckCost, CheckResult, Divergence, Outcome
 

@@ -5,10 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.report.check.sentences import (
-    COLUMNS,
-    LABEL,
-    PAGE_COLUMNS,
-    Column,
     divergence_place,
     divergence_size,
     explanation_label,
@@ -16,14 +12,23 @@ from harness.report.check.sentences import (
     extent,
     facts,
     finding_lines,
-    legend,
-    number,
     printable,
     seen_sentence,
     source_sentence,
     subject,
 )
-from harness.report.check.table import CONSEQUENCE_RATIO, Section, merge_taps, sections
+from harness.report.check.table import (
+    COLUMNS,
+    CONSEQUENCE_RATIO,
+    LABEL,
+    PAGE_COLUMNS,
+    Column,
+    Section,
+    legend,
+    merge_taps,
+    number,
+    sections,
+)
 from harness.report.page.plot import Dot, Line, Plot, Scale, Tick, linear_scale, log_scale, polyline
 from harness.results.check import CheckResult, Outcome, PositionError, RunResult, TapResult
 

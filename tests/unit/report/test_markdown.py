@@ -4,7 +4,7 @@ import pytest
 
 from harness.report.check.dtypes import dtypes_text
 from harness.report.check.markdown import check_markdown, escaped, fenced, link
-from harness.report.check.sentences import PAGE_COLUMNS
+from harness.report.check.table import PAGE_COLUMNS
 from harness.results.check import CheckResult
 
 from .examples import build, check, sound_run

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import Code
-from harness.report.check.sentences import MAX_FINDINGS, _not_judged, facts, finding_lines, number, printable
+from harness.report.check.sentences import MAX_FINDINGS, _not_judged, facts, finding_lines, printable
+from harness.report.check.table import number
 from harness.results.check import CheckResult, Coverage, Finding
 
 from .examples import build, check, sound_run

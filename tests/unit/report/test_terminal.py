@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from harness.errors import Code
-from harness.report.check.sentences import COLUMNS
+from harness.report.check.table import COLUMNS
 from harness.report.check.terminal import check_text
 from harness.report.terminal import blocks_text, fact_lines, headline, table_lines
 from harness.results.check import CheckResult, Finding

@@ -5,8 +5,7 @@ from typing import Any
 
 from harness.extensions.server.check.result import EndpointResult, LogprobResult, ScheduleResult
 from harness.extensions.server.report import findings, server_headline
-from harness.report.check.sentences import number
-from harness.report.check.table import count
+from harness.report.check.table import count, number
 from harness.report.document import document, plain
 from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
 from harness.results.check import Outcome
