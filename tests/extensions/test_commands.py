@@ -56,11 +56,11 @@ OPTIONS = {
     "server load": (
         "--endpoint --served-model --concurrency --request-timeout --model --device --truth --dtype "
         "--num-requests --prompt-tokens --new-tokens --requests --rate --burst --limit --at-least --judged --seed "
-        "--local-files-only --format"
+        "--against --blocks --local-files-only --format"
     ),
     "bench engine": (
-        "--shape --model --dtype --device --repeats --requests --engine --peer --seed --engine-option --out "
-        "--local-files-only --format"
+        "--shape --model --dtype --device --repeats --requests --batch-size --prompt-tokens --engine --peer --seed "
+        "--engine-option --out --local-files-only --format"
     ),
     "estimate": "--model --gpu --dtype --cache-dtype --requests --context --block-size --profile --format",
     "faults": "--only --category --seeds --check --out --device --format",

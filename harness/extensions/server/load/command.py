@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,11 @@ from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 from harness.extensions.server.address import AddressOptions
 
+if TYPE_CHECKING:
+    from harness.results.check import Outcome
+
 LOAD = Forms(human="harness.extensions.server.load.report:load_text", json=DOCUMENT, is_fenced=True)
+COMPARISON = Forms(human="harness.extensions.server.load.against:comparison_text", json=DOCUMENT, is_fenced=True)
 
 
 @grouped
@@ -65,6 +69,13 @@ def load(
         int | None, typer.Option(min=1, metavar="N", help="Number of answers to check. [default: all]")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Random seed of prompts, lengths and arrivals.")] = 0,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Second server; compare its times with those of the first, in turns A B B A."),
+    ] = None,
+    blocks: Annotated[
+        int, typer.Option(min=5, metavar="N", help="With --against: number of blocks of four loads.")
+    ] = 5,
     local_files_only: opt.LocalFilesOnly = False,
     format: Annotated[str, LOAD.option()] = "human",
 ) -> int:
@@ -72,16 +83,21 @@ def load(
 
     The client sends each request at its time of arrival, without waiting for earlier answers. Answers are greedy and
     streamed. After the load, HuggingFace checks the tokens of each answer. --dtype is the dtype of the server.
+    With --against, the exit status is 4 if the second server is slower.
     """
     limits = dict(_limit(item) for item in limit or ())
     address = server.address()
     if not rate > 0:
         raise HarnessError(Code.BAD_OPTION, "it must be positive", where="--rate", actual=rate)
+    if against is not None and at_least is not None:
+        what = "a comparison asks whether the second server is slower, not for a share of good requests"
+        raise HarnessError(Code.BAD_OPTION, what, where="--at-least", hint="leave out --at-least or --against")
     with progress_bar() as report:
+        from harness.extensions.server.load.against import compare_loads
         from harness.extensions.server.load.run import LoadOptions, run_load
         from harness.extensions.server.truth import eos_of, plain_ids
         from harness.judge.jobs.opened import planned_model
-        from harness.oracle.request_file import Arrivals, drawn_requests, parse_lengths, read_requests
+        from harness.oracle.request_file import Arrivals, LoadRequest, drawn_requests, parse_lengths, read_requests
         from harness.plan import plan_engine, tokenize
 
         lengths = parse_lengths(prompt_tokens, "--prompt-tokens"), parse_lengths(new_tokens, "--new-tokens")
@@ -89,18 +105,31 @@ def load(
         report("model", 0, 1)
         hf = planned_model(plan)
         ids, arrivals = plain_ids(hf, eos_of(hf)), Arrivals(rate=rate, burst=burst)
-        if requests is None:
-            asked = drawn_requests(num_requests, *lengths, arrivals, ids=ids, seed=seed)
-        else:
-            read = partial(tokenize, checkpoint=hf.checkpoint, where=str(requests))
-            asked = read_requests(requests, read, arrivals, ids=ids, seed=seed, max_tokens=lengths[1])
+        read = partial(tokenize, checkpoint=hf.checkpoint, where=str(requests))
+
+        def draw(block: int) -> list[LoadRequest]:
+            if requests is None:
+                return drawn_requests(num_requests, *lengths, arrivals, ids=ids, seed=seed + block)
+            return read_requests(requests, read, arrivals, ids=ids, seed=seed + block, max_tokens=lengths[1])
+
         options = LoadOptions(arrivals=_words(rate, burst), limits_ms=limits, num_judged=judged, seed=seed)
+        asked = draw(0)
         address = address if server.concurrency else replace(address, concurrency=len(asked))
-        result = run_load(plan, hf, address, asked, options, progress=report)
+        if against is None:
+            result = run_load(plan, hf, address, asked, options, progress=report)
+        else:
+            both = address, replace(address, url=against)
+            comparison = compare_loads(plan, hf, both, draw, options, num_blocks=blocks, progress=report)
+    if against is not None:
+        COMPARISON.show(comparison, format)
+        return _status(comparison.outcome, comparison.is_slower)
     LOAD.show(result, format)
-    status = STATUS[result.outcome]
-    is_too_slow = at_least is not None and result.good_share < at_least
-    return ExitStatus.REGRESSION if status == ExitStatus.PASS and is_too_slow else status
+    return _status(result.outcome, at_least is not None and result.good_share < at_least)
+
+
+def _status(outcome: "Outcome", is_slow: bool) -> int:
+    status = STATUS[outcome]
+    return ExitStatus.REGRESSION if status == ExitStatus.PASS and is_slow else status
 
 
 def _words(rate: float, burst: int) -> str:
