@@ -102,6 +102,7 @@ TRACES = Forms(human=f"{_REPORT}.trace:summary_text", json=f"{_REPORT}.document:
 TRACE_DIFF = Forms(human=f"{_REPORT}.trace:diff_text", json=f"{_REPORT}.trace:diff_json")
 CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace:critical_paths_text", json=f"{_REPORT}.document:files_document")
 MEMORY = Forms(human=f"{_REPORT}.memory:memory_text", json=f"{_REPORT}.document:files_document")
+MEMORY_AT = Forms(human=f"{_REPORT}.memory:moments_text", json=f"{_REPORT}.document:files_document")
 MEMORY_DIFF = Forms(human=f"{_REPORT}.memory:memory_diff_text", json=DOCUMENT)
 INSPECTED = Forms(human="harness.formats.inspect:render_text", json=_DOCUMENT)
 MODULES = Forms(human="harness.formats.checkpoint.modules:modules_text", json=_DOCUMENT)

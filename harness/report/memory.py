@@ -8,6 +8,8 @@ from harness.report.terminal import fitted_table
 from harness.results.memory import (
     DeviceMemory,
     MemoryDiff,
+    MemoryMoment,
+    MemoryNode,
     MemoryPlace,
     MemorySummary,
     OutOfMemory,
@@ -16,6 +18,8 @@ from harness.results.memory import (
 )
 
 _MOST_ROWS = 12
+_LEAST_SHARE = 0.01
+"""Of all that lives, for a call to have a row."""
 _UNKNOWN = "none of them"
 PLACE_HEADERS = ("place", "operation", "category", "blocks", "MiB")
 _DISPENSABLE = ("category", "blocks", "operation")
@@ -36,7 +40,34 @@ def memory_diff_text(diff: MemoryDiff, *, width: int | None = None) -> str:
     return printable("\n\n".join(parts))
 
 
-def device_name(device: DeviceMemory) -> str:
+def moments_text(moments: Sequence[MemoryMoment], *, width: int | None = None) -> str:
+    """Return one tree a device."""
+    return printable("\n\n".join(_moment(moment, width) for moment in moments))
+
+
+def _moment(moment: MemoryMoment, width: int | None) -> str:
+    root = moment.root
+    head = f"{device_name(moment)} at {moment.at_ms:,.3f} ms: {_mib(root.num_bytes)} MiB in {root.num_blocks:,} blocks"
+    rows = list(_branches(root, 0, _LEAST_SHARE * root.num_bytes))
+    return f"{head}\n{fitted_table(rows, ['call', 'blocks', 'MiB'], width=width)}" if rows else head
+
+
+def _branches(node: MemoryNode, depth: int, least_bytes: float) -> Iterator[list[str]]:
+    """Yield a row for each call; a call that makes one only, of the same blocks, stands for both."""
+    children = sorted(node.children.values(), key=lambda child: -child.num_bytes)
+    for child in children:
+        while len(child.children) == 1 and next(iter(child.children.values())).num_blocks == child.num_blocks:
+            child = next(iter(child.children.values()))
+        if child.num_bytes >= least_bytes:
+            yield ["  " * depth + child.name, f"{child.num_blocks:,}", _mib(child.num_bytes)]
+            yield from _branches(child, depth + 1, least_bytes)
+    small = [child for child in children if child.num_bytes < least_bytes]
+    if small:
+        sizes = sum(child.num_blocks for child in small), sum(child.num_bytes for child in small)
+        yield ["  " * depth + f"{len(small):,} smaller calls", f"{sizes[0]:,}", _mib(sizes[1])]
+
+
+def device_name(device: DeviceMemory | MemoryMoment) -> str:
     """Return a device's name."""
     return "cpu" if device.device < 0 else f"device {device.device}"
 

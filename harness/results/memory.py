@@ -1,6 +1,6 @@
 """Contents of memory snapshots, and changes between two, as plain data for the reports. Nothing here imports torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 
@@ -123,3 +123,29 @@ class MemoryDiff:
     now: tuple[PlaceChange, ...]
     """Places that hold more or less when the snapshots were taken, the largest change first."""
     at_peak: tuple[PlaceChange, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class MemoryNode:
+    """The blocks that were allocated in one call, and in those that it made."""
+
+    name: str
+    num_bytes: int = 0
+    num_blocks: int = 0
+    children: "dict[str, MemoryNode]" = field(default_factory=dict)
+
+    def add(self, num_bytes: int) -> None:
+        """Count a block."""
+        self.num_bytes += num_bytes
+        self.num_blocks += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMoment:
+    """What one device holds at a time."""
+
+    device: int
+    at_ms: float
+    """From the first event of the history."""
+    root: MemoryNode
+    """Of all calls; its children are the outermost ones."""

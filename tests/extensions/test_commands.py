@@ -18,7 +18,7 @@ OPTIONS = {
     "trace diff": "before after --phase-pattern --format",
     "trace critical-path": "files --within --instance --format",
     "trace flame": "file --out",
-    "trace memory": "files --out --format",
+    "trace memory": "files --out --at --format",
     "trace memory-diff": "before after --format",
     "fuzz run": (
         "--model --engine --engine-option --dtype --device --truth --seconds --seed --first --workload-seconds "

@@ -144,12 +144,25 @@ def memory(
     out: Annotated[
         Path | None, typer.Option(metavar="HTML", help="New HTML file with the timeline of each allocation history.")
     ] = None,
+    at: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS", help="Milliseconds after the first event; show what lives then as a tree of calls instead."
+        ),
+    ] = None,
     format: Annotated[str, forms.MEMORY.option()] = "human",
 ) -> int:
     """Summarize memory snapshots.
 
     Shows the memory in use, the peak, allocations that were not freed, and out-of-memory errors.
     """
+    if at is not None:
+        from harness.profiling.memory.tree import memory_at
+
+        if out is not None:
+            raise HarnessError(Code.BAD_OPTION, "a tree has no page", where="--out", hint="leave out --at or --out")
+        forms.MEMORY_AT.show([moment for file in files for moment in memory_at(file, at)], format)
+        return ExitStatus.PASS
     from harness.profiling.memory.summary import summarize_memory, summarize_with_timelines
 
     if out is None:

@@ -114,7 +114,7 @@ _CHANGES = {ALLOC: 1, FREE: -1}
 _OF_TORCH = re.compile(r"(^|/)torch/")
 _OPERATOR = re.compile(r"wrapper_[A-Z]+_|at::_ops::|Backward\d*::apply")
 """Of an operator in C++: threads of the backward pass have no frame of Python."""
-_UNKNOWN = "no stack was recorded"
+UNKNOWN = "no stack was recorded"
 
 
 _Piece = Block | Event
@@ -127,16 +127,21 @@ def summarize_memory(path: Path) -> MemorySummary:
     Raises:
         HarnessError: SNAPSHOT_UNREADABLE, and those of a trace.
     """
-    return _summary(path, _read(path))
+    return _summary(path, read_memory(path))
 
 
 def summarize_with_timelines(path: Path) -> tuple[MemorySummary, tuple[MemoryTimeline | None, ...]]:
     """Return the summary and the timeline of each device; None where it has no history."""
-    read = _read(path)
+    read = read_memory(path)
     return _summary(path, read), tuple(history_timeline(snapshot) for snapshot, _ in read)
 
 
-def _read(path: Path) -> list[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
+def read_memory(path: Path) -> list[tuple[DeviceSnapshot, tuple[StepGrowth, ...]]]:
+    """Return each device of a snapshot or trace, and its growth over the steps.
+
+    Raises:
+        HarnessError: SNAPSHOT_UNREADABLE, and those of a trace.
+    """
     return list(read_trace_memory(path)) if is_trace(path) else [(item, ()) for item in read_snapshot(path)]
 
 
@@ -266,7 +271,7 @@ def _place(frames: Sequence[Frame]) -> str:
     native = (frame for frame in frames if _OPERATOR.search(frame.name))
     frame = outside_torch or next(native, None) or next(iter(frames), None)
     if frame is None:
-        return _UNKNOWN
+        return UNKNOWN
     return f"{frame.filename}:{frame.line} {frame.name}" if frame.filename else frame.name
 
 
