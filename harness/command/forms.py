@@ -98,8 +98,14 @@ GATE = Forms(
     github=f"{_REPORT}.annotations:gate_github",
     sarif=f"{_REPORT}.annotations:gate_sarif",
 )
-TRACES = Forms(human=f"{_REPORT}.trace:summary_text", json=f"{_REPORT}.document:files_document")
-TRACE_DIFF = Forms(human=f"{_REPORT}.trace:diff_text", json=f"{_REPORT}.trace:diff_json")
+TRACES = Forms(
+    human=f"{_REPORT}.trace:summary_text",
+    json=f"{_REPORT}.document:files_document",
+    csv=f"{_REPORT}.trace:summary_csv",
+)
+TRACE_DIFF = Forms(
+    human=f"{_REPORT}.trace:diff_text", json=f"{_REPORT}.trace:diff_json", csv=f"{_REPORT}.trace:diff_csv"
+)
 CRITICAL_PATHS = Forms(human=f"{_REPORT}.trace:critical_paths_text", json=f"{_REPORT}.document:files_document")
 MEMORY = Forms(human=f"{_REPORT}.memory:memory_text", json=f"{_REPORT}.document:files_document")
 MEMORY_AT = Forms(human=f"{_REPORT}.memory:moments_text", json=f"{_REPORT}.document:files_document")

@@ -1,7 +1,9 @@
 """Trace summaries and differences for a terminal and as JSON, and a flame graph as one page without a network."""
 
-from collections.abc import Iterator, Sequence
+import csv
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from io import StringIO
 from typing import Any
 
 from harness.report.check.sentences import printable
@@ -14,6 +16,7 @@ from harness.results.trace import (
     OperatorChange,
     PhaseChange,
     TraceDiff,
+    TraceOperator,
     TraceSummary,
 )
 
@@ -179,6 +182,25 @@ def _phases(summary: TraceSummary) -> str:
             if sizes[1:]
         ]
     return _limited(rows, ["phase", "size", "steps", "us"])
+
+
+def summary_csv(summaries: Sequence[TraceSummary]) -> str:
+    """Return a row for each operator, kernel and phase of each file."""
+    rows = [{"path": summary.path, **plain(row)} for summary in summaries for row in summary.operators]
+    return _csv(rows, ("path", *TraceOperator.__dataclass_fields__))
+
+
+def diff_csv(diff: TraceDiff) -> str:
+    """Return a row for each change between two traces."""
+    return _csv(map(plain, diff.changes), tuple(OperatorChange.__dataclass_fields__))
+
+
+def _csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    text = StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def critical_paths_text(paths: Sequence[CriticalPath]) -> str:

@@ -1,7 +1,9 @@
 """`harness trace`: summaries and differences of chrome traces, ours or not."""
 
+import csv
 import gzip
 import json
+from io import StringIO
 
 import pytest
 
@@ -148,3 +150,18 @@ def test_the_critical_path_adds_up_and_says_of_what(harness, tmp_path):
     refused = harness("trace", "critical-path", path, "--within", "nothing")
     assert refused.status == 2
     assert "0 events match the step" in refused.err
+
+
+def test_operators_and_changes_are_rows_of_csv(tmp_path, capsys):
+    paths = [trace(tmp_path / f"{num}.json", num) for num in (2, 3)]
+    assert run(["trace", "summary", paths[0], "--format", "csv"]) == 0
+    rows = {row["name"]: row for row in csv.DictReader(StringIO(capsys.readouterr().out))}
+    assert (rows["aten::add"]["path"], rows["aten::add"]["phase"], rows["aten::add"]["count"]) == (
+        paths[0],
+        "prefill",
+        "2",
+    )
+    assert float(rows["aten::mm"]["self_us"]) == 40
+    assert run(["trace", "diff", *paths, "--format", "csv"]) == 0
+    (row,) = (row for row in csv.DictReader(StringIO(capsys.readouterr().out)) if row["name"] == "aten::add")
+    assert (row["count_before"], row["count_after"]) == ("2", "3")
