@@ -167,7 +167,7 @@ def _code(holder: Any, name: str, function: Any) -> _Code | None:
         return None
     try:
         program, first = _parsed(function)
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError, ValueError):
         return None
     if any(isinstance(node, ast.While) for node in ast.walk(program)):
         return None  # a change might never end
@@ -179,7 +179,11 @@ def _parsed(function: FunctionType) -> tuple[ast.Module, int]:
     """Return the definition of a function without decorators, and the number of its first line."""
     lines, first = inspect.getsourcelines(function)
     program = ast.parse(textwrap.dedent("".join(lines)))
-    program.body[0].decorator_list = []  # type: ignore[attr-defined]
+    (definition,) = program.body
+    if not isinstance(definition, ast.FunctionDef) or definition.name != function.__name__:
+        # For code of `exec`, Python 3.13 returns lines of what the interpreter was started with.
+        raise OSError("these lines do not define the function")
+    definition.decorator_list = []
     return program, first
 
 

@@ -1,5 +1,7 @@
 """HF's code is changed for the time of a run, nothing of a change stays, and the right change is named."""
 
+import linecache
+
 import pytest
 import torch
 from torch import nn
@@ -89,11 +91,14 @@ def test_the_changed_code_runs_in_the_place_of_the_right_one():
     assert code.place(edit).startswith("modeling_granite.py:")
 
 
-def test_code_that_may_not_end_or_is_not_of_transformers_is_left_alone():
+def test_code_that_may_not_end_or_is_not_of_transformers_is_left_alone(monkeypatch):
     assert code_of(GraniteMLP, forward=endless) is None
     assert run._code(nn.Linear(1, 1), "forward", nn.Linear.forward) is None
     space = {"__name__": "transformers.models.made"}
     exec("def forward(self, x):\n    return x", space)
     assert run._code(nn.Identity(), "forward", space["forward"]) is None  # there is no source
+    monkeypatch.setattr(linecache, "getlines", lambda *_: ["import sys\n"])  # a source of something else
+    assert run._code(nn.Identity(), "forward", space["forward"]) is None
+    monkeypatch.undo()
     endless.__module__ = "transformers.models.made"
     assert code_of(GraniteMLP, forward=endless) is None
