@@ -25,7 +25,7 @@ from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, wr
 from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
-from harness.oracle.precision import truth_dtype
+from harness.oracle.precision import has_wide_products, truth_dtype
 from harness.oracle.requests import Prompt, batch_requests, check_prompt, padded, sampled_positions
 from harness.oracle.sketch_rows import is_wide, sketch_dtype, sketch_rows, sketched_taps
 from harness.oracle.untraced import parts_kept
@@ -49,9 +49,14 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
         "device": hf.device.type,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **({"products": "wide"} if _is_wide(hf, truth) else {}),
         **({} if hf.lora_hash is None else {"lora": hf.lora_hash}),
         **({} if hf.mtp is None else {"mtp": hf.mtp.num_depths}),
     }
+
+
+def _is_wide(hf: HFModel, truth: str) -> bool:
+    return truth_dtype(truth, hf.dtype) == torch.float32 and has_wide_products(hf.device, hf.dtype)
 
 
 def _prompt_key(prompt: Prompt) -> dict[str, Any]:

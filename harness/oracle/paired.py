@@ -349,7 +349,8 @@ def _parts_in_turn(
     """Before the truth runs a part: read its weights, let the control run it, upcast it; afterwards drop all of it."""
     truth, num_run, buffers = threading.get_ident(), count(1), Buffers()
     with ExitStack() as stack:
-        stack.enter_context(upcast_on_use(truth_dtype, hf.model, applies=lambda: threading.get_ident() == truth))
+        is_truth = lambda: threading.get_ident() == truth  # noqa: E731
+        stack.enter_context(upcast_on_use(truth_dtype, hf.model, applies=is_truth, device=hf.device))
         for path in hf.parts:
             running = stack.enter_context(ExitStack())
             module = hf.module(path)

@@ -7,11 +7,16 @@ defines it: computed in float32 from integer positions, whatever the dtype of th
 On a CPU, MKL splits a float64 product of some hundred rows badly: 259 rows by a matrix of 3072 x 1024 take 18 ms with
 four threads, of which two do nothing, and 6 ms in four blocks (reports/cpu/check-cost.md). So in the truth's products
 every thread computes as many of the output features as every other.
+
+On a GPU a float32 product takes some 15 times as long as one of 16-bit numbers, whose products are exact in float32.
+So a truth in float32 of 16-bit weights leaves them as they are, where the device sums such products well
+(`has_wide_products`): inputs that 16 bits hold, as recorded rows are, take one product, all others three.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +24,16 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from harness.base.metrics import rounding_unit
+
 TRUTH_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _FREQUENCIES = "inv_freq"
 """Part of the name of the buffers from which HF computes rotary tables, in float32 by definition."""
 _BLOCK_BYTES = 64 << 20
 """Weights of a head that are upcast at a time."""
+_PROBE_INPUTS = 4096
+_LARGEST_LOSS = 0.02
+"""Roundings of the weight's dtype by which a sum of positive products may be off: a bound allows more than two."""
 
 
 def truth_dtype(choice: str, engine_dtype: torch.dtype) -> torch.dtype:
@@ -138,7 +148,10 @@ def upcast_parameters(dtype: torch.dtype, *modules: nn.Module, buffers: Buffers 
 
 @contextmanager
 def upcast_on_use(
-    dtype: torch.dtype, *modules: nn.Module, applies: Callable[[], bool] = lambda: True
+    dtype: torch.dtype,
+    *modules: nn.Module,
+    applies: Callable[[], bool] = lambda: True,
+    device: torch.device | None = None,
 ) -> Iterator[None]:
     """Run the embeddings and large matrices among `modules` in `dtype` without a copy of them in `dtype`.
 
@@ -148,18 +161,22 @@ def upcast_on_use(
         dtype: float64 or float32.
         modules: searched with all that is in them.
         applies: asked at every call; where it says no, the module runs as it is.
+        device: where the weights will be while they are used; None: where they are.
     """
     with ExitStack() as stack:
         for part in (part for module in modules for part in module.modules()):
-            if _is_large(part, dtype):
+            if _is_large(part, dtype, device):
                 run: Any = _upcast_embedding if isinstance(part, nn.Embedding) else blocked_linear
                 stack.callback(part.__dict__.pop, "forward", None)
                 part.forward = _either(part, run, dtype, applies)
         yield
 
 
-def _is_large(module: nn.Module, dtype: torch.dtype) -> bool:
+def _is_large(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> bool:
     """Whether a module is one whose weight need not be upcast as a whole, and is too large for that."""
+    is_linear = type(module) is nn.Linear and dtype == torch.float32
+    if is_linear and has_wide_products(device or module.weight.device, module.weight.dtype):
+        return True
     if not isinstance(module, (nn.Embedding, nn.Linear)) or module.weight.numel() * dtype.itemsize <= _BLOCK_BYTES:
         return False
     if isinstance(module, nn.Embedding):  # one that looks up something else, positions for one, is run as it is
@@ -191,11 +208,58 @@ def blocked_linear(module: nn.Linear, x: torch.Tensor, dtype: torch.dtype) -> to
     """Apply a linear module to `x` [..., in] in `dtype`, a block of output features at a time."""
     x = x.to(dtype)
     num_out, num_in = module.weight.shape
-    rows = max(1, _BLOCK_BYTES // (x.element_size() * num_in))
-    y = x.new_empty(*x.shape[:-1], num_out)
-    for begin in range(0, num_out, rows):
-        y[..., begin : begin + rows] = linear(x, module.weight[begin : begin + rows].to(x.dtype))
+    y = None
+    if dtype == torch.float32 and has_wide_products(module.weight.device, module.weight.dtype):
+        y = _wide_product(x, module.weight)
+    if y is None:
+        rows = max(1, _BLOCK_BYTES // (x.element_size() * num_in))
+        y = x.new_empty(*x.shape[:-1], num_out)
+        for begin in range(0, num_out, rows):
+            y[..., begin : begin + rows] = linear(x, module.weight[begin : begin + rows].to(x.dtype))
     return y if module.bias is None else y + module.bias.to(x.dtype)
+
+
+@cache
+def has_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device gives products of 16-bit numbers in float32, and sums them well enough to judge their dtype by.
+
+    Matrix units drop bits of a sum that do not fit. Positive products lose the most, so those are measured.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or device.type == "meta":
+        return False
+    generator = torch.Generator().manual_seed(0)
+    with torch._C.DisableTorchFunction():
+        x, weight = (torch.rand(64, _PROBE_INPUTS, generator=generator).to(device, dtype) for _ in range(2))
+        try:
+            actual = torch.mm(x, weight.T, out_dtype=torch.float32).double()
+        except (RuntimeError, TypeError):  # not on this device, or not in this release
+            return False
+        expected = x.double() @ weight.double().T
+        return float(((actual - expected) / expected).abs().max()) <= _LARGEST_LOSS * rounding_unit(dtype)
+
+
+def _wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """Return x [..., in], float32, times a 16-bit weight [out, in]; None if pieces in 16 bits do not hold x."""
+    with torch._C.DisableTorchFunction():  # the mode of the truth keeps every tensor in its dtype
+        pieces = _pieces(x.reshape(-1, x.shape[-1]), weight.dtype)
+        products = [torch.mm(piece, weight.T, out_dtype=torch.float32) for piece in reversed(pieces)]
+        return sum(products[1:], products[0]).view(*x.shape[:-1], len(weight)) if products else None
+
+
+def _pieces(x: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return tensors of a 16-bit dtype whose sum is x to all bits of float32, the largest first; none where none are.
+
+    The range of float16 does not hold what is left of small numbers.
+    """
+    first = x.to(dtype)
+    rest = x - first.float()
+    largest = float(rest.abs().amax()) if rest.numel() else 0.0
+    if largest == 0:
+        return [first]
+    if dtype != torch.bfloat16 or not largest < torch.inf:
+        return []
+    second = rest.to(dtype)
+    return [first, second, (rest - second.float()).to(dtype)]
 
 
 @contextmanager

@@ -79,7 +79,7 @@ STEPS = (
     )),
     Step(name="real-size", usual_s=90, limit_s=120, fills="checks.md", commands=(
         _real_size("--shapes", "Qwen3-8B, 8 layers", "--dtypes", "bfloat16,float32", "--tokens", "512",
-                   "--schedules", "plain,chunked,batched"),
+                   "--schedules", "plain,chunked,batched", "--products", "as usual,float32"),
     )),
     Step(name="graphs", usual_s=30, limit_s=40, is_timed=False, fills="checks.md", commands=(
         _pytest("-n", "0", "-m", "gpu", _GRAPH_TESTS),

@@ -289,6 +289,11 @@ at::Tensor mmOwn(const at::Tensor& a, const at::Tensor& b) {
   sumUp(x.data_ptr<float>(), y.data_ptr<float>(), out.data_ptr<float>(), x.size(0), x.size(1), y.size(1));
   return out.to(DEVICE);
 }
+at::Tensor mmWide(const at::Tensor& a, const at::Tensor& b, at::ScalarType out_dtype) {  // exact products, one rounding
+  TORCH_CHECK(a.is_cuda() && b.is_cuda(), "Expected all tensors to be on the same device (pretended: mm)");
+  struct Inside { Inside() { ++inside; } ~Inside() { --inside; } } guard;
+  return at::mm(onCpu(a).to(at::kDouble), onCpu(b).to(at::kDouble)).to(out_dtype).to(DEVICE);
+}
 template <at::Tensor (*own)(const at::Tensor&, int64_t, bool)>
 at::Tensor softmaxOwn(const at::Tensor& self, int64_t dim, bool half_to_float) {
   struct Inside { Inside() { ++inside; } ~Inside() { --inside; } } guard;  // CUDA's widens 16 bits by itself
@@ -320,6 +325,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_fused_sdp_choice", &sdpChoice);
   m.impl("histc", &histcOwn);
   m.impl("mm", &mmOwn);
+  m.impl("mm.dtype", &mmWide);
   m.impl("_softmax", &softmaxOwn<&at::_softmax>);
   m.impl("_log_softmax", &softmaxOwn<&at::_log_softmax>);
 }

@@ -44,6 +44,7 @@ from harness.oracle.lora import adapter_notes
 from harness.oracle.make_golden import cached_golden, open_cached_golden
 from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt
+from harness.oracle.untraced import parts_kept
 from harness.plan import Plan
 from harness.results.check import CheckResult, Divergence, Finding, NextPlace, Outcome, RunResult, TapSource
 
@@ -87,7 +88,7 @@ def _check_engine(
     golden_begin = time.perf_counter()
     report("oracle", 0, 1)
     hf = planned_model(plan)
-    with limit_threads(int(getattr(hf.config, "hidden_size", 0))):
+    with limit_threads(int(getattr(hf.config, "hidden_size", 0))), parts_kept(hf):
         cached = open_cached_golden(hf, plan.prompts, truth=plan.case.truth)
         if cached is not None:
             hf.graph = cached.graph  # saves tracing the model again

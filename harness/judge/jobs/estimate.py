@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -57,10 +57,14 @@ def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
     keeps, free = keeps_parts(hf), available_bytes()
     weights = sum(parameter.numel() * hf.dtype.itemsize for parameter in hf.model.parameters())
     first = _first_layers(hf)
-    with limit_threads(int(getattr(hf.config, "hidden_size", 0))), scratch_folder("harness-") as folder:
+    is_kept = keeps or isinstance(hf.weights, ResidentWeights)
+    with (
+        limit_threads(int(getattr(hf.config, "hidden_size", 0))),
+        scratch_folder("harness-") as folder,
+        parts_kept(hf) if keeps else nullcontext(),
+    ):
         run = _Run(plan, hf, first, folder)
         run.measure()
-        is_resident = isinstance(hf.weights, ResidentWeights)
         return CheckCost(
             model=plan.case.model,
             dtype=plan.case.dtype,
@@ -70,8 +74,8 @@ def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
             num_measured=len(first.paths),
             has_golden=has_golden,
             phases=(
-                PhaseCost(name="loading", seconds=loaded_s, read_bytes=weights if is_resident else 0),
-                *run.phases(0 if is_resident else weights, has_golden=has_golden, keeps=keeps),
+                PhaseCost(name="loading", seconds=loaded_s, read_bytes=weights if is_kept else 0),
+                *run.phases(0 if is_kept else weights, has_golden=has_golden),
             ),
             num_engine_runs=len(plan.schedules) + 1,
             golden_bytes=run.golden_bytes.all,
@@ -224,7 +228,7 @@ class _Run:
 
     def _make_golden(self) -> None:
         plan, marks = self._plan, _Marks(self._order, self._first.paths)
-        with parts_kept(self._hf), self._timed(self._continuation):
+        with self._timed(self._continuation):
             for prompt in plan.prompts:
                 greedy_continuation(self._hf, prompt.token_ids, prompt.max_new_tokens, prompt.inputs)
         self.golden = make_golden(
@@ -255,7 +259,7 @@ class _Run:
         self._replay = marks.seconds("replay")
         self._replay_rest = total - self._replay.layers - self._replay.others
 
-    def phases(self, weights: int, *, has_golden: bool, keeps: bool) -> Iterator[PhaseCost]:
+    def phases(self, weights: int, *, has_golden: bool) -> Iterator[PhaseCost]:
         """Return the phases of the whole model; each run of the model reads `weights` bytes."""
         batches, golden = len(self.golden.recording.steps), self.golden_bytes
         if has_golden:
@@ -264,11 +268,7 @@ class _Run:
             tokens = sum(prompt.max_new_tokens for prompt in self._plan.prompts)
             seconds = self._all(self._truth) + golden.share * self._truth_rest
             yield PhaseCost(name="graph of the model", seconds=self._all(self._graph), read_bytes=2 * weights)
-            yield PhaseCost(
-                name="continuation",
-                seconds=self._all(self._continuation),
-                read_bytes=weights * (1 if keeps else tokens),
-            )
+            yield PhaseCost(name="continuation", seconds=self._all(self._continuation), read_bytes=weights * tokens)
             yield PhaseCost(name="truth and control", seconds=seconds, read_bytes=weights * batches)
         times = sum(1 + schedule.is_repeated for schedule in self._plan.schedules)
         once = self._all(self._replay) + self._more * self._replay_rest
