@@ -5,7 +5,7 @@ one split of the keys of one KV head, with all query heads of that KV head as th
 read once. A second kernel merges the splits of requests that have several.
 
 A request's results do not depend on its batch mates, bit for bit: how its keys are split follows from its own number of
-keys, and the merge always sums over `MAX_SPLITS` places. Mates, or rather the width of the block tables, decide only
+keys, and the merge always sums over `max_splits` places. Mates, or rather the width of the block tables, decide only
 how many programs are started; those without keys end at once. Measured:
 reports/h200/engine.md.
 
@@ -25,14 +25,25 @@ from reference_engine.fast.kernels.attend_tile import LOG2_E, attend_tile, norma
 from reference_engine.fast.kernels.interpreter import round_to
 from reference_engine.fast.kernels.tiling import Tiling, power_of_two
 
-__all__ = ["MAX_SPLITS", "MIN_SPLIT_KEYS", "paged_decode"]
+__all__ = ["MIN_SPLIT_KEYS", "max_splits", "paged_decode"]
 
-# With 8 KV heads, 16 splits are 128 programs: about one for each multiprocessor of the GPUs at hand (132).
-MAX_SPLITS = 16
+# About one for each multiprocessor of the GPUs at hand (132).
+NUM_PROGRAMS = 128
+FEWEST_SPLITS, MOST_SPLITS = 16, 64
 # Splits are at least this long: shorter ones would cost more to merge than they win. A multiple of every key tile.
 MIN_SPLIT_KEYS = 256
 # Block table, then K and V: with 5 stages two tiles of each are on their way while a third is computed with.
 NUM_STAGES, NUM_WARPS = 5, 4
+
+
+def max_splits(num_kv_heads: int) -> int:
+    """Return the most splits of a request's keys, a power of two: of fewer KV heads it takes more to fill a GPU.
+
+    8 KV heads in 16 splits are 128 programs. A program that merges holds all splits of a head in its registers, so 64
+    are the most. Only 16 have been timed.
+    """
+    wanted = 1 << max(1, NUM_PROGRAMS // num_kv_heads).bit_length() - 1
+    return min(max(wanted, FEWEST_SPLITS), MOST_SPLITS)
 
 
 def paged_decode(
@@ -63,7 +74,8 @@ def paged_decode(
     max_keys = block_tables_RB.shape[1] * block_size
     if window is not None:
         max_keys = min(max_keys, window)
-    num_splits = min(MAX_SPLITS, -(-max_keys // min_split_keys))
+    most_splits = max_splits(num_kv_heads)
+    num_splits = min(most_splits, -(-max_keys // min_split_keys))
     shape = (num_requests, num_heads, num_splits) if num_splits > 1 else (0,)
     part_RNPH = torch.empty((*shape, head_dim), dtype=torch.float32, device=q_RNH.device)
     log_sum_RNP = torch.empty(shape, dtype=torch.float32, device=q_RNH.device)
@@ -74,14 +86,14 @@ def paged_decode(
         k_scale, v_scale,
         GROUP=group, PADDED_GROUP=power_of_two(group), SLOT_WIDTH=num_kv_heads * head_dim, BLOCK_SIZE=block_size,
         WINDOW=window, HEAD_DIM=head_dim, PADDED_DIM=tiling.padded_head_dim, TILE_KEYS=tiling.keys,
-        MAX_SPLITS=MAX_SPLITS, MIN_SPLIT_KEYS=min_split_keys,
+        MAX_SPLITS=most_splits, MIN_SPLIT_KEYS=min_split_keys,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[num_requests, num_heads](
             part_RNPH, log_sum_RNP, out_RNH, context_lens_R, out_RNH.stride(0), num_splits,
             WINDOW=window, HEAD_DIM=head_dim, PADDED_DIM=tiling.padded_head_dim, TILE_KEYS=tiling.keys,
-            MAX_SPLITS=MAX_SPLITS, MIN_SPLIT_KEYS=min_split_keys,
+            MAX_SPLITS=most_splits, MIN_SPLIT_KEYS=min_split_keys,
         )  # fmt: skip
 
 

@@ -82,10 +82,10 @@ def _decode(
     """Return `out_RNH`: in the splits that an engine has, or in so many (to the next power of two) of short ones."""
     from reference_engine.fast.kernels import paged_decode
 
-    most, fewest_keys = paged_decode.MAX_SPLITS, paged_decode.MIN_SPLIT_KEYS
+    most, fewest_keys = paged_decode.max_splits(caches[0].shape[2]), paged_decode.MIN_SPLIT_KEYS
     if num_splits is not None:
         most, fewest_keys = 1 << (num_splits - 1).bit_length(), TILE
-    with patch.object(paged_decode, "MAX_SPLITS", most):
+    with patch.object(paged_decode, "max_splits", lambda _: most):
         paged_decode.paged_decode(q_RNH, *caches, tables_RB, lens_R, out_RNH, min_split_keys=fewest_keys, **options)
     return out_RNH
 

@@ -56,7 +56,16 @@ def test_a_window_ends_where_it_should(device: torch.device, window: int, min_sp
     assert torch.equal(workload.decode(q, window, min_split_keys), actual)
 
 
-@pytest.mark.parametrize("context_len", [256, 257, 400])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_splits"), [(1, 64), (2, 64), (3, 32), (4, 32), (8, 16), (10, 16), (256, 16)]
+)
+def test_fewer_heads_are_cut_into_more_splits(device: torch.device, num_kv_heads: int, num_splits: int) -> None:
+    from reference_engine.fast.kernels.paged_decode import max_splits
+
+    assert max_splits(num_kv_heads) == num_splits
+
+
+@pytest.mark.parametrize("context_len", [257, 1024, 1025])
 def test_long_contexts_make_longer_splits_not_more(device: torch.device, context_len: int) -> None:
     workload = Workload(device, context_lens=(context_len, 20), num_kv_heads=1)
     q = workload.queries((1, 1))
