@@ -61,6 +61,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     """On a GPU, replay decode steps that were recorded once. Needs a backend that is made for it (`triton`); a step
     with an observer, or one of several ranks, runs as it is."""
+    watch_graphs: bool = False
+    """Record steps with an observer, too: every intermediate is copied within the recording, and shown after it was
+    replayed. So a check judges recorded steps. It takes memory for a step's intermediates in each recording."""
     fused_kernels: bool = True
     """With the backends `triton` and `cpp`, norms with residuals, norms of heads with rotary, and SiLU with its product
     are one kernel each; layers that are compiled are not fused by hand as well."""
@@ -103,7 +106,8 @@ class EngineConfig:
                 "a draft model without drafts", where="EngineConfig.num_speculative_tokens", expected="at least 1",
                 actual=0,
             )  # fmt: skip
-        for name in ("enable_prefix_caching", "cuda_graphs", "fused_kernels", "compile_layers", "debug_checks"):
+        switches = ("enable_prefix_caching", "cuda_graphs", "watch_graphs", "fused_kernels", "compile_layers")
+        for name in (*switches, "debug_checks"):
             self._check_boolean(name)
         if self.widen_weights is not None:
             self._check_boolean("widen_weights")

@@ -50,7 +50,7 @@ class Kernels:
     @property
     def changes_when_observed(self) -> bool:
         """Whether steps without an observer run other code than those with one: recorded steps, compiled layers."""
-        return self.replays_graphs or self.config.compile_layers
+        return (self.replays_graphs and not self.config.watch_graphs) or self.config.compile_layers
 
     def prepare_cache(self, memory: torch.Tensor) -> None:
         """Prepare the memory of a KV cache before it is first touched."""

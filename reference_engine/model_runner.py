@@ -130,7 +130,7 @@ class ModelRunner:
         show_cache(sequence, self.backend, layers, observer, has_latents=has_latents)
 
     def _compute(self, batch: Batch) -> torch.Tensor | None:
-        if batch.observer is None:
+        if batch.plan is None:  # else it is an observed one, or what a recording reads
             batch = self._planned(batch)
         with self._numerics():
             return self._decoder(batch)

@@ -96,7 +96,7 @@ class FastKernels(Kernels):
 
     def run(self, forward: Forward, batch: Batch) -> torch.Tensor | None:
         """See `Kernels.run`."""
-        if self._graphs is not None and batch.observer is None:
+        if self._graphs is not None and (batch.observer is None or self.config.watch_graphs):
             logits_RV = self._graphs.run(forward, batch)
             if logits_RV is not None:
                 return logits_RV

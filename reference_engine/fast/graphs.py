@@ -12,8 +12,8 @@ Shapes: R requests, B blocks, V vocab.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from reference_engine.batch import Batch
 from reference_engine.block_pool import NULL_BLOCK
 from reference_engine.layers import MLP, Linear
 from reference_engine.model import Attention, Decoder, Forward
+from reference_engine.observer import Observer, StepInfo
 
 __all__ = ["Capture", "CudaCapture", "DecodeGraphs", "graph_sizes", "is_capturable", "table_widths"]
 
@@ -83,10 +84,34 @@ class _Fixed:
 
 
 @dataclass(frozen=True, slots=True)
+class _Taps:
+    """An observer within a recording: it keeps a copy of each intermediate, which every replay makes again."""
+
+    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def begin_step(self, step: StepInfo) -> None:
+        """See `Observer.begin_step`."""
+
+    def tap(self, name: str, tensor: torch.Tensor) -> None:
+        """See `Observer.tap`."""
+        self.copies[name] = tensor.clone()
+
+    def end_step(self, sampled: Sequence[int]) -> None:
+        """See `Observer.end_step`."""
+
+    def show(self, observer: Observer, num_rows: int) -> None:
+        """Show the copies of the rows that are no padding, in the order in which they were made."""
+        for name, copy in self.copies.items():
+            observer.tap(name, copy[:num_rows])
+
+
+@dataclass(frozen=True, slots=True)
 class _Recorded:
     fixed: _Fixed
     replay: Callable[[], None]
     logits_RV: torch.Tensor
+    taps: _Taps | None
+    """Those of a step that is watched."""
 
 
 class DecodeGraphs:
@@ -106,25 +131,29 @@ class DecodeGraphs:
         self._widths = table_widths(max_blocks)
         self._device = device
         self._capture = capture
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
         self._logits_RV: torch.Tensor | None = None
         """Of the latest step, whatever its shape: logits of its own for each recording would take gigabytes."""
 
     def run(self, forward: Forward, batch: Batch) -> torch.Tensor | None:
         """Return the logits [R, V], valid until the next step; or None if this batch is not one of them.
 
-        `forward` computes the logits with nothing that waits for the device or depends on its numbers.
+        `forward` computes the logits with nothing that waits for the device or depends on its numbers. An observer of
+        the batch is shown what the recording has kept.
         """
         num_rows = len(batch.query_lens)
         if not self._is_served(batch):
             return None
         shape = _fitting(self._sizes, num_rows), _fitting(self._widths, batch.block_tables_RB.shape[1])
-        for needed in ((self._sizes[-1], self._widths[-1]), shape):
+        is_watched = batch.observer is not None
+        for needed in ((self._sizes[-1], self._widths[-1], is_watched), (*shape, is_watched)):
             if needed not in self._recorded:
                 self._recorded[needed] = self._record(forward, *needed)
-        recorded = self._recorded[shape]
+        recorded = self._recorded[*shape, is_watched]
         recorded.fixed.fill(batch)
         recorded.replay()
+        if batch.observer is not None and recorded.taps is not None:
+            recorded.taps.show(batch.observer, num_rows)
         return recorded.logits_RV[:num_rows]
 
     def _is_served(self, batch: Batch) -> bool:
@@ -132,18 +161,19 @@ class DecodeGraphs:
         is_decode = batch.num_single == num_rows and batch.sampled_rows_ is None and len(batch.sampled_rows) > 0
         return is_decode and num_rows <= self._sizes[-1] and batch.block_tables_RB.shape[1] <= self._widths[-1]
 
-    def _record(self, forward: Forward, size: int, width: int) -> _Recorded:
-        fixed = _padding(size, width, self._device)
+    def _record(self, forward: Forward, size: int, width: int, is_watched: bool) -> _Recorded:
+        fixed, taps = _padding(size, width, self._device), _Taps() if is_watched else None
+        watched = replace(fixed.batch, observer=taps)
 
         def compute() -> torch.Tensor:
-            logits_RV = forward(fixed.batch)
+            logits_RV = forward(watched)
             assert logits_RV is not None, "every row of a decode step is sampled"
             if self._logits_RV is None:  # the first call, before anything is recorded
                 self._logits_RV = logits_RV.new_empty(self._sizes[-1], logits_RV.shape[1])
             return self._logits_RV[:size].copy_(logits_RV)
 
         replay, logits_RV = self._capture(compute)
-        return _Recorded(fixed, replay, logits_RV)
+        return _Recorded(fixed, replay, logits_RV, taps)
 
 
 def _fitting(known: list[int], number: int) -> int:

@@ -10,6 +10,7 @@ _PYTEST = (
     "-p", "no:benchmark", "-o", "filterwarnings=default", "--continue-on-collection-errors",
 )  # fmt: skip
 TRITON = ("--engine-option", "attention_backend=triton")
+WATCHED = (*TRITON, "--engine-option", "watch_graphs=true")
 GPU = ("--device", "cuda")
 SCHEDULES = "plain,chunked,batched,mixed,prefix-hit,forked,preempted,rewound,speculative"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -81,9 +82,10 @@ STEPS = (
         _real_size("--shapes", "Qwen3-8B, 8 layers", "--dtypes", "bfloat16,float32", "--tokens", "512",
                    "--schedules", "plain,chunked,batched", "--products", "as usual,float32"),
     )),
-    Step(name="graphs", usual_s=30, limit_s=40, is_timed=False, fills="checks.md", commands=(
+    Step(name="graphs", usual_s=40, limit_s=60, is_timed=False, fills="checks.md", commands=(
         _pytest("-n", "0", "-m", "gpu", _GRAPH_TESTS),
         *(_check("--dtype", dtype, *TRITON, "--taps", "logits", "--schedule", SCHEDULES) for dtype in DTYPES),
+        *(_check("--dtype", dtype, *WATCHED, "--schedule", SCHEDULES) for dtype in DTYPES),
     )),
     Step(name="fuzz", usual_s=40, limit_s=60, is_timed=False, fills="checks.md", commands=(
         _harness("fuzz", "run", *GPU, "--dtype", "bfloat16", "--seconds", "30", *TRITON),
@@ -155,6 +157,7 @@ PRETENDED_STEPS = (
     Step(name="graphs", usual_s=1, limit_s=600, is_timed=False, commands=(
         _pretended_pytest(_GRAPH_TESTS),
         _pretended("check", *GPU, *_SMALL, "--dtype", "float32", *TRITON, "--taps", "logits"),
+        _pretended("check", *GPU, *_SMALL, "--dtype", "float32", *WATCHED),
     )),
     Step(name="fuzz", usual_s=1, limit_s=400, is_timed=False, commands=(
         _pretended("fuzz", "run", *GPU, "--dtype", "float32", "--seconds", "40"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,27 @@ def test_the_engine_makes_the_same_tokens(checkpoint: Any, device: torch.device)
     assert sum(logits is not None for logits in served) == 4
 
 
+@IGNORE_NUMPY
+def test_a_recorded_step_shows_the_taps_of_a_launched_one(checkpoint: Any, device: torch.device) -> None:
+    """Bit for bit: the same kernels, on the same rows, beside the same padding."""
+    shown: list[dict[str, torch.Tensor]] = []
+    for watches in (False, True):
+        config = EngineConfig(
+            dtype="float32", device=str(device), attention_backend="triton", block_size=4, max_model_len=32,
+            max_num_seqs=1, cuda_graphs=False, watch_graphs=watches,
+        )  # fmt: skip
+        with LLMEngine(checkpoint.folder, config, observer=(seen := Seen())) as engine:
+            graphs = engine.runner.kernels.record(
+                engine.backend, CudaCapture(device) if device.type == "cuda" else again
+            )
+            engine.generate(PROMPTS[1:2], SamplingParams(max_new_tokens=2, ignore_eos=True))
+            assert bool(graphs._recorded) is watches
+        shown.append(seen.taps)
+    launched, recorded = shown
+    assert list(launched) == list(recorded)
+    assert [name for name in launched if not torch.equal(launched[name], recorded[name])] == []
+
+
 def test_rows_behind_a_batch_are_padding_whatever_stood_there() -> None:
     recorded, replayed = _padding(4, 3, CPU), _padding(2, 2, CPU)
     for fixed, value in ((recorded, 7), (replayed, 5)):
@@ -197,6 +219,46 @@ def test_a_short_context_is_recorded_with_narrow_tables_and_gives_the_same(seen:
         assert seen[-1].block_tables_RB.shape[1] == width
         assert logits_RV is not None
         assert logits_RV.tolist() == forward(batch).tolist()
+
+
+class Seen:
+    """An observer that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.taps: dict[str, torch.Tensor] = {}
+
+    def begin_step(self, step: Any) -> None: ...
+    def end_step(self, sampled: Any) -> None: ...
+
+    def tap(self, name: str, tensor: torch.Tensor) -> None:
+        self.taps[name] = tensor.clone()
+
+
+def test_a_watched_step_shows_what_its_replay_made_and_no_padding() -> None:
+    """A recording for each: a step that nobody watches copies nothing."""
+    watched: list[bool] = []
+
+    def forward(batch: Batch) -> torch.Tensor:
+        watched.append(batch.observer is not None)
+        x = batch.token_ids_T[:, None].float()
+        batch.tap("layer.", "x", x)
+        x += batch.positions_T[:, None]  # the engine may go on in the same memory
+        batch.tap("layer.", "sum", x)
+        return x * 10
+
+    graphs = DecodeGraphs(max_num_seqs=6, max_blocks=3, device=CPU, capture=again)
+    for batch, observer in (
+        (decode_batch([[1, 2, 3], [4], [5, 6]], [12, 3, 7]), Seen()),
+        (decode_batch([[1]], [2]), Seen()),
+    ):
+        logits_RV = graphs.run(forward, replace(batch, observer=observer))
+        assert logits_RV is not None
+        assert list(observer.taps) == ["layer.x", "layer.sum"]
+        assert observer.taps["layer.x"][:, 0].tolist() == batch.token_ids_T.tolist()
+        assert torch.equal(observer.taps["layer.sum"] * 10, logits_RV)
+    assert all(watched)
+    graphs.run(forward, decode_batch([[1]], [2]))
+    assert not all(watched)
 
 
 def test_all_shapes_leave_their_logits_in_one_place() -> None:
