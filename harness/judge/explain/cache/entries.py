@@ -305,11 +305,14 @@ def other_row(wrong: WrongOperation) -> Iterator[Hypothesis]:
     ]
     if all(write is None for _, write in places):
         return
+    elsewhere = {(write.request, write.position) for _, write in places if write is not None}
+    lost = torch.tensor([place in elsewhere for place in wrong.rows.places()]) & ~is_known & ~is_zero
     yield Hypothesis(
         cause=_cause(wrong, places, is_recorded=False),
-        output=output,
+        output=torch.where(lost[:, None], wrong.actual, output),  # a slot whose row went to another may hold anything
         detail=describe_writes(places),
         num_fitted=len(index),
+        unknown=lost if bool(lost.any()) else None,
         provenance=lambda: provenance_of(wrong),
     )
 

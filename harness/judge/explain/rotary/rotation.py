@@ -231,9 +231,10 @@ def stretched(wrong: WrongOperation, right: Rotation) -> Causes:
     size = float((weights * phases).sum())
     share = float((weights * left).sum()) / size if size else 0.0
     if 0 < abs(share) < _SMALL_SHARE:
+        frequencies = right.frequencies.double() * (1 + share)  # `angles` rounds them to float32, as an engine does
         yield Hypothesis(
             cause=f"rotary frequencies are off by a factor of {1 + share:.7g}",
-            output=right.turned(right.heads(wrong.inputs[0]), *right.table(phases * (1 + share))),
+            output=right.turned(right.heads(wrong.inputs[0]), *right.angles(wrong.positions, frequencies)),
             num_fitted=1,
         )
 

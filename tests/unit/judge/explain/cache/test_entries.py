@@ -307,6 +307,17 @@ def test_zeros_and_content_that_nobody_has_are_nobodys(toy):
     assert by_cause(entries.other_row, of_rows(toy, lambda place: None, [(0, 1), (0, 4)])) == {}
 
 
+def test_a_slot_whose_row_went_to_another_may_hold_anything(toy):
+    """Position 5 stands in the slot of position 4, and nothing was written to its own."""
+    failure = of_rows(toy, lambda place: (place[0], place[1] + 1), [(0, 1), (0, 2), (0, 4), (0, 5)])
+    failure.actual[[1, 3]] = 5 * random(2, K * H, seed=9)
+    (hypothesis,) = by_cause(entries.other_row, failure).values()
+    assert named(failure).cause == hypothesis.cause == AWAY.format("+1")
+    assert hypothesis.unknown.tolist() == [False, True, False, True]
+    failure.rows.position[3] += 2  # now its row went nowhere
+    assert by_cause(entries.other_row, failure)[AWAY.format("+1")].unknown.tolist() == [False, True, False, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("roundings", "is_known"), [(3.9, True), (4.1, False)])
 def test_a_row_is_anothers_up_to_four_roundings(toy, dtype, roundings, is_known):
