@@ -176,6 +176,13 @@ def test_bounds_by_the_control(kind, unrecorded, factor, model):
     assert without.control is None
 
 
+def test_a_bound_by_the_control_lies_between_sound_engines_and_mistakes():
+    """A sound engine's error may be three times its control's; ten times is a mistake (reports/cpu/families.md)."""
+    bound = judged(Kind.OTHER, control=[6.0] * 4).bound
+    assert bool((bound > 3 * 6.0).all())
+    assert bool((bound < 10 * 6.0).all())
+
+
 def test_a_derived_bound_stands_where_the_control_keeps_to_it():
     derived = derived_bound(ADD, BF16, Sensitivity(), EXPECTED)
     for control in (None, [0.5, 0.1, 0.0, 0.9 * float(derived[0])]):
