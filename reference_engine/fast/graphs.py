@@ -73,7 +73,7 @@ class _Fixed:
         """Copy a batch over the first rows, and make padding of the others. Few calls: the GPU waits for them."""
         num_rows, width = batch.block_tables_RB.shape
         rows = (batch.token_ids_T, batch.positions_T, batch.slot_mapping_T, batch.context_lens_R)
-        self.rows_4R[:, :num_rows].copy_(torch.stack(rows))
+        self.rows_4R[:, :num_rows].copy_(_joined(rows))
         tables_RB = self.batch.block_tables_RB
         tables_RB[:num_rows, :width].copy_(batch.block_tables_RB)
         if width < tables_RB.shape[1]:
@@ -81,6 +81,14 @@ class _Fixed:
         if num_rows < len(tables_RB):
             self.rows_4R[:, num_rows:].zero_()
             tables_RB[num_rows:].fill_(NULL_BLOCK)
+
+
+def _joined(rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return [4, R]: a view where they lie one after the other, as `build_batch` has moved them, else a copy."""
+    first, num_rows = rows[0], len(rows[0])
+    places = [first.data_ptr() + at * num_rows * first.itemsize for at in range(len(rows))]
+    is_one_piece = [x.data_ptr() for x in rows] == places and first.is_contiguous()
+    return first.as_strided((len(rows), num_rows), (num_rows, 1)) if is_one_piece else torch.stack(rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.batch import Batch, build_batch
-from reference_engine.fast.graphs import CudaCapture, DecodeGraphs, _padding, graph_sizes, table_widths
+from reference_engine.fast.graphs import CudaCapture, DecodeGraphs, _joined, _padding, graph_sizes, table_widths
 from reference_engine.model import Forward
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
 
@@ -198,6 +198,16 @@ def test_rows_behind_a_batch_are_padding_whatever_stood_there() -> None:
     by_row = ("token_ids_T", "positions_T", "slot_mapping_T", "context_lens_R")
     assert [getattr(recorded.batch, name).tolist() for name in by_row] == [[5, 5, 0, 0]] * 4
     assert recorded.batch.block_tables_RB.tolist() == [[5, 5, 0]] * 2 + [[0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_numbers_that_were_moved_in_one_piece_are_joined_without_a_copy(num_rows: int) -> None:
+    batch = decode_batch([[block + 1] for block in range(num_rows)], [2 + row for row in range(num_rows)])
+    rows = (batch.token_ids_T, batch.positions_T, batch.slot_mapping_T, batch.context_lens_R)
+    apart = tuple(x.clone() for x in rows)
+    assert torch.equal(_joined(rows), torch.stack(rows))
+    assert _joined(rows).data_ptr() == rows[0].data_ptr()
+    assert torch.equal(_joined(apart), torch.stack(apart))
 
 
 @pytest.mark.parametrize(
