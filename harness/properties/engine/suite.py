@@ -74,6 +74,12 @@ def not_checked(factory: Any) -> list[str]:
     target = EngineUnderTest(factory)
     lines = [f"{RELATIONS[name].what}: {why}" for name in RELATIONS if (why := refusal(factory, name))]
     lines += [f"no {signature}" for method, signature in OPTIONAL.items() if method not in target.methods]
+    counted = {RELATIONS[name].counter: RELATIONS[name].options for name in RELATIONS}
+    seen = {option for counter, options in counted.items() if counter in target.methods for option in options}
+    unseen = [option for option in OPTIONS if option in target.offered - seen]
+    if unseen:
+        lines.append(f"whether {', '.join(unseen)} have any effect: no method counts it")
+    lines.append("answers that are kept by prompt for longer than an engine object: each request runs alone first")
     return [f"engine: {line}" for line in lines]
 
 

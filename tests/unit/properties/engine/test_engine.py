@@ -225,5 +225,7 @@ def test_what_an_engine_lacks_is_reported() -> None:
     lines = not_checked(Counting)
     assert "engine: a preemption: the constructor has no parameter num_blocks" in lines
     assert any(line.startswith("engine: no taps()") for line in lines)
+    unseen = "engine: whether block_size, max_num_batched_tokens have any effect: no method counts it"
+    assert unseen in lines
     with pytest.raises(HarnessError, match="H091: the adapter lacks generate or vocab_size"):
         check_engine(object, FEW)
