@@ -19,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import reference_engine.model_runner
@@ -28,11 +29,14 @@ from reference_engine import EngineConfig, LLMEngine, SamplingParams
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.checkpoint.weights import LM_HEAD, TOKEN_EMBEDDING, weight_table
 from reference_engine.fast import products
+from reference_engine.launch import find_model
+from reference_engine.parallel.ranks import Ranks
 
 DEFAULTS: Mapping[str, Any] = {
     "dtype": "bfloat16", "device": "cuda", "attention_backend": "triton", "max_model_len": 2048, "max_num_seqs": 256,
 }  # fmt: skip
 PROMPT_LEN, NUM_TOKENS = 128, 64
+RANK_PORT = 29517
 
 
 def sizes(prompt_len: int, num_tokens: int) -> None:
@@ -163,9 +167,26 @@ def workload(shape: str, num_requests: int | None = None, **options: Any) -> Non
             print(f"{shape} {options} {len(requests)} requests: {seconds:.2f} s, {rate:.0f} tok/s, {num_steps} steps")
 
 
+def one_rank(device: str = "cuda") -> None:
+    """Compare the tokens of a single rank, whose sums go through NCCL on a GPU, with those of an engine without."""
+    folder, prompts = find_model("qwen3-tiny"), [[5, 6, 7], list(range(9, 40))]
+    tokens = []
+    for ranks in (None, Ranks.join(f"127.0.0.1:{RANK_PORT}", 0, 1, device)):
+        with LLMEngine(folder, EngineConfig(device=device, dtype="float32"), ranks=ranks) as engine:
+            outputs = engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+        tokens.append([output.token_ids for output in outputs])
+    backends = dist.get_backend(), dist.get_backend(ranks.tensors)
+    dist.destroy_process_group()
+    assert tokens[0] == tokens[1], tokens
+    print(f"one rank, commands by {backends[0]} and sums by {backends[1]}: the same tokens")
+
+
 if __name__ == "__main__":
+    status = 0
     for call in sys.argv[1:]:
         try:
             eval(call)  # what stands on the command line: one of the functions above
         except Exception:  # the next call may still say something
             traceback.print_exc(file=sys.stdout)
+            status = 1
+    sys.exit(status)

@@ -109,6 +109,7 @@ STEPS = (
     )),
     Step(name="other-engines", usual_s=60, limit_s=190, is_timed=False, fills="checks.md", commands=(
         _check("--dtype", "bfloat16", "--schedule", "tensor-parallel", *TRITON),
+        (*PYTHON, "-m", "tests.benchmarks.gpu_steps", "one_rank()"),
         *(_check("--engine", "hf", "--dtype", dtype) for dtype in DTYPES),
     )),
     Step(name="faults", usual_s=90, limit_s=190, is_timed=False, fills="checks.md", commands=(
@@ -116,7 +117,8 @@ STEPS = (
     )),
     Step(name="other-steps", usual_s=60, limit_s=150, fills="engine.md", commands=((
         *PYTHON, "-m", "tests.benchmarks.gpu_steps", 'decode("qwen3-8b", [1], fused_kernels=False)',
-        'decode("qwen3-8b", [1], attention_backend="paged")', 'workload("qwen3-0.6b")',
+        'decode("qwen3-8b", [1, 16], kv_cache_dtype="float8_e4m3fn")', 'workload("qwen3-0.6b")',
+        'decode("qwen3-8b", [1], attention_backend="paged")',
     ),)),
     Step(name="bench", usual_s=40, limit_s=120, fills="engine.md", commands=(
         _bench("--shape", "142m", "--peer", "hf-generate", "--peer", "hf-continuous"),

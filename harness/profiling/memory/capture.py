@@ -1,9 +1,9 @@
 """The memory pass: every allocation and free of the captured steps, with the stack that made it.
 
-On the CPU they are the profiler's allocation events; on CUDA the allocator's history (written, and not measured on a
-GPU yet). Both become snapshots in the schema of torch's CUDA allocator, which the public memory viewer reads: what is
-alive at the end of the captured steps (`segments`) and what happened during them (`device_traces`). The file is a
-pickle of protocol 4 with plain types only: the viewer reads no later one.
+On the CPU they are the profiler's allocation events; on CUDA the allocator's history. Both become snapshots in the
+schema of torch's CUDA allocator, which the public memory viewer reads: what is alive at the end of the captured steps
+(`segments`) and what happened during them (`device_traces`). The file is a pickle of protocol 4 with plain types only:
+the viewer reads no later one.
 """
 
 import gc

@@ -1,7 +1,8 @@
 """Tile sizes of the attention kernels: from the head's shape alone, so that no result depends on a batch.
 
 Chosen so that compiled kernels keep everything in registers and take at most 96 KiB of shared memory (Triton 3.6, for
-compute capability 8.0, 8.9, 9.0 and 12.0). That is all that is known of them: no time has been measured on a GPU.
+compute capability 8.0, 8.9, 9.0 and 12.0). On an H200 decode's tiling of heads of 128 is within a tenth of the best of
+20 for 256 requests, and faster than that one for a single request (reports/h200/engine.md).
 """
 
 from __future__ import annotations

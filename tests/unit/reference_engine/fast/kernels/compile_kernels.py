@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -26,10 +29,18 @@ from reference_engine.fast.kernels.silu_mul import silu_mul
 from reference_engine.fast.kernels.store_kv import store_kv
 from reference_engine.fast.kernels.tiling import find_tiling
 
-CASES = [(90, torch.bfloat16, 128), (89, torch.float32, 80)]
+CASES = [
+    (90, torch.bfloat16, 128, 8, 2), (89, torch.float32, 80, 8, 2), (90, torch.bfloat16, 128, 32, 8),
+    (90, torch.float16, 64, 32, 8), (90, torch.bfloat16, 128, 16, 8), (90, torch.bfloat16, 256, 4, 1),
+    (90, torch.float32, 128, 32, 8),
+]  # fmt: skip
+"""Compute capability (of 9.0: sm_90a), dtype, size of a head, heads and KV heads: also those of Qwen3-8B, Llama-3.2-1B,
+Qwen3-0.6B and Gemma-3-1B."""
 
 
-def compile_only(kernel: JITFunction, compiled: list[dict[str, object]], *args: object, **kwargs: object) -> None:
+def compile_only(
+    kernel: JITFunction, compiled: list[dict[str, object]], dtype: torch.dtype, *args: object, **kwargs: object
+) -> None:
     result = kernel.warmup(*args, **kwargs)
     compiled.append(
         {
@@ -37,12 +48,35 @@ def compile_only(kernel: JITFunction, compiled: list[dict[str, object]], *args: 
             "shared_bytes": result.metadata.shared,
             # Asynchronous copies that are still on their way when the oldest are waited for: 0 where none is ahead.
             "copies_ahead": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", result.asm["ptx"])), default=0),
+            "is_float32": dtype == torch.float32,
             "has_matrix_units": "wgmma" in result.asm["ptx"] or "mma.sync" in result.asm["ptx"],
+            "target": re.search(r"^\.target (\w+)", result.asm["ptx"], re.MULTILINE)[1],
+            **assembled(result.asm["ptx"], result.metadata.target.arch),
         }
     )
 
 
-def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict[str, object]]:
+def assembled(ptx: str, capability: int) -> dict[str, int]:
+    """Return the registers of a thread and the bytes that it spills, as ptxas says that has no GPU."""
+    ptxas = next(Path(triton.__file__).parent.rglob("ptxas"))
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        chip = "sm_90a" if capability == 90 else f"sm_{capability}"
+        command = [ptxas, "-v", f"--gpu-name={chip}", source, "-o", Path(folder, "kernel.cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return {
+        name: sum(map(int, re.findall(pattern, said)))
+        for name, pattern in {
+            "registers": r"Used (\d+) registers",
+            "spilled_bytes": r"(\d+) bytes spill stores",
+        }.items()
+    }
+
+
+def compile_all(
+    capability: int, dtype: torch.dtype, head_dim: int, num_heads: int, num_kv: int
+) -> list[dict[str, object]]:
     target, compiled = GPUTarget("cuda", capability, 32), []
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -51,9 +85,9 @@ def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict
             get_current_target=lambda: target,
         )
     )
-    JITFunction.__getitem__ = lambda self, grid: partial(compile_only, self, compiled, grid=grid)
-    q, kv = torch.zeros(3, 8, head_dim, dtype=dtype), torch.zeros(3, 2, head_dim, dtype=dtype)
-    caches = [torch.zeros(4, 16, 2, head_dim, dtype=dtype) for _ in "kv"]
+    JITFunction.__getitem__ = lambda self, grid: partial(compile_only, self, compiled, dtype, grid=grid)
+    q, kv = torch.zeros(3, num_heads, head_dim, dtype=dtype), torch.zeros(3, num_kv, head_dim, dtype=dtype)
+    caches = [torch.zeros(4, 16, num_kv, head_dim, dtype=dtype) for _ in "kv"]
     narrow, wide = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 40, dtype=torch.int64)
     lens, tiling = torch.ones(3, dtype=torch.int64), find_tiling(head_dim, dtype)
     tiles = torch.tensor(cut_into_tiles([3], [3], tiling.rows), dtype=torch.int32)
@@ -79,7 +113,7 @@ def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict
         int8_product(
             torch.zeros(num_rows, 4096, dtype=torch.int8), torch.zeros(num_rows, 1), integers, scales, None, dtype
         )
-    qkv = torch.zeros(3, 12 * head_dim, dtype=dtype)
+    qkv = torch.zeros(3, (num_heads + 2 * num_kv) * head_dim, dtype=dtype)
     for norm_weight in (weight[:head_dim], None):
         norm_rotate(
             qkv,
@@ -88,8 +122,8 @@ def compile_all(capability: int, dtype: torch.dtype, head_dim: int) -> list[dict
             norm_weight,
             norm_weight,
             1e-6,
-            8,
-            2,
+            num_heads,
+            num_kv,
             keeps_normed=norm_weight is not None,
         )
     return compiled

@@ -23,10 +23,10 @@ def test_the_kernels_compile(tmp_path: Path) -> None:
     environment.pop("TRITON_INTERPRET", None)
     program = Path(__file__).with_name("compile_kernels.py")
     run = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=1500
     )
     assert run.returncode == 0, run.stderr
-    for kernels, is_float32 in zip(json.loads(run.stdout), (False, True), strict=True):
+    for kernels in json.loads(run.stdout):
         names = [kernel["name"] for kernel in kernels]
         assert Counter(names) == {
             "_decode_kernel": 5, "_merge_kernel": 3, "_prefill_kernel": 3, "_store_kernel": 2,
@@ -35,8 +35,11 @@ def test_the_kernels_compile(tmp_path: Path) -> None:
         }  # fmt: skip
         for kernel in kernels:
             assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
+            assert kernel["target"] in ("sm_89", "sm_90a")
+            if not kernel["is_float32"]:
+                assert kernel["spilled_bytes"] == 0, kernel
             if kernel["name"] in ("_decode_kernel", "_prefill_kernel"):
-                assert kernel["has_matrix_units"] != is_float32, "float32 keeps all of its bits"
+                assert kernel["has_matrix_units"] != kernel["is_float32"], "float32 keeps all of its bits"
             if kernel["name"] == "_int8_kernel":
                 assert kernel["has_matrix_units"], "integers are exact there"
             if kernel["name"] == "_decode_kernel":

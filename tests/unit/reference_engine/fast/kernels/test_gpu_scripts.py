@@ -1,10 +1,11 @@
-"""What times a GPU runs on the CPU, small: no session had a GPU, and a script that nobody runs breaks unseen."""
+"""What times a GPU runs on the CPU, small: a GPU is rarely there, and a script that nobody runs breaks unseen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from socket import socket
 from types import ModuleType
 
 import pytest
@@ -54,6 +55,14 @@ def test_a_workload_is_timed_twice(steps: ModuleType, capsys: pytest.CaptureFixt
 def test_the_host_s_share_is_shown(steps: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     steps.host("tiny", 2, **ON_A_CPU)
     assert "function calls" in capsys.readouterr().out
+
+
+def test_one_rank_makes_the_same_tokens(steps: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        steps.RANK_PORT = free.getsockname()[1]
+    steps.one_rank("cpu")
+    assert capsys.readouterr().out == "one rank, commands by gloo and sums by gloo: the same tokens\n"
 
 
 @pytest.fixture
