@@ -5,7 +5,9 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+import harness
 from harness.oracle import precision
 from harness.oracle.precision import PreservePrecision, blocked_linear, has_wide_products, upcast
 
@@ -94,3 +96,13 @@ def test_weights_stay_as_they_are(device):
         assert torch.allclose(model["product"](torch.eye(6)), plain, atol=1e-6)
     with upcast(torch.float64, model):
         assert model["product"].weight.dtype == torch.float64
+
+
+def test_a_check_with_them_passes_and_finds_what_is_wrong(device, checkpoints):
+    assert has_wide_products(device(), torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "qwen3-tiny", dtype=torch.bfloat16)
+    prompts = ["hu rin pun | hu", "rin"]
+    assert harness.check(model, prompts=prompts, rows=3, dtype="bfloat16").is_ok
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+    report = harness.check(model, prompts=prompts, dtype="bfloat16")
+    assert report.first_divergence.tap == "model.layers.1.mlp.act"
