@@ -74,13 +74,14 @@ def _underflow(dtype: torch.dtype, expected: torch.Tensor) -> torch.Tensor:
 
 
 def control_bound(
-    control: torch.Tensor, dtype: torch.dtype, *, factor: float, model: ErrorModel | None = None
+    control: torch.Tensor, dtype: torch.dtype, expected: torch.Tensor, *, factor: float, model: ErrorModel | None = None
 ) -> torch.Tensor:
     """Return the largest local error that each row may show, from the error of its control.
 
     Args:
         control: [rows] float64, errors of the control in roundings.
         dtype: dtype of the engine.
+        expected: [rows, ...] expected values; where they are subnormal, a step counts as often as `factor`.
         factor: largest allowed ratio of the error to that of the control.
         model: error model of the operation, which gives the least bound; None for that of one rounding.
     """
@@ -90,4 +91,5 @@ def control_bound(
     known = control[control.isfinite()]
     # HF may be exact in a row by chance, so the median over the rows is the least error assumed.
     typical = float(known.median()) if len(known) else 0.0
-    return floor + factor * control.nan_to_num(nan=typical, posinf=typical).clamp(min=typical)
+    noise = control.nan_to_num(nan=typical, posinf=typical).clamp(min=typical)
+    return floor + factor * (noise + _underflow(dtype, expected))

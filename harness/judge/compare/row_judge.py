@@ -216,16 +216,18 @@ class RowJudge:
         if rows.unrecorded or model is None:
             factor = UNRECORDED_FACTOR if rows.unrecorded else CONTROL_FACTOR
             if control is None or rows.control is None:
-                return control_bound(roundings.new_zeros(len(roundings)), dtype, factor=factor, model=model), True
+                none = roundings.new_zeros(len(roundings))
+                return control_bound(none, dtype, rows.expected, factor=factor, model=model), True
             more = _is_rounded(rows.actual, dtype) & ~_is_rounded(rows.control, dtype)
-            bound = control_bound(control, dtype, factor=factor, model=model)
+            bound = control_bound(control, dtype, rows.expected, factor=factor, model=model)
             # The control runs as prefill, where HF may round once less than in decode.
             return bound + largest_rounding(dtype) * more, True
         bound = self._derived_bound(model, rows, roundings, control, dtype)
         if control is None or not bool((control > bound).any()):
             return bound, False
         # The HF module rounds more than the error model assumes, so the model does not apply.
-        return torch.maximum(bound, control_bound(control, dtype, factor=CONTROL_FACTOR, model=model)), True
+        by_control = control_bound(control, dtype, rows.expected, factor=CONTROL_FACTOR, model=model)
+        return torch.maximum(bound, by_control), True
 
     def _derived_bound(
         self,

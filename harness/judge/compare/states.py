@@ -270,7 +270,7 @@ def _errors(
     # Where the rows before it are not finite, the truth is not either: such a state cannot be judged.
     roundings = torch.where(errors.isnan() & truth.isfinite().all(dim=1), torch.inf, errors)
     noise = row_errors(control, truth) / unit
-    bound = control_bound(noise, dtype, factor=factor)
+    bound = control_bound(noise, dtype, truth, factor=factor)
     return LocalErrors(
         rows=Rows(
             request=torch.tensor([read.request for read, _ in reads]),

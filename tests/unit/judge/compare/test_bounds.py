@@ -218,7 +218,19 @@ def test_a_control_bound_by_hand(dtype, model):
     fine = rounding_unit(torch.float32) / rounding_unit(dtype)
     floor = largest_rounding(dtype) + 10 * fine if model is None else 2 * largest_rounding(dtype) + 7 * fine
     control = torch.tensor([3.0, 0.5, torch.inf, 2.0, torch.nan, -torch.inf], dtype=torch.float64)
-    bound = control_bound(control, dtype, factor=3.0, model=model)
+    bound = control_bound(control, dtype, torch.ones(6, 4), factor=3.0, model=model)
     assert bound.tolist() == pytest.approx([floor + 3 * x for x in (3.0, 2.0, 2.0, 2.0, 2.0, 2.0)])
-    nothing = control_bound(torch.full((2,), torch.nan, dtype=torch.float64), dtype, factor=3.0, model=model)
+    unknown = torch.full((2,), torch.nan, dtype=torch.float64)
+    nothing = control_bound(unknown, dtype, torch.ones(2, 4), factor=3.0, model=model)
     assert nothing.tolist() == pytest.approx([floor] * 2)
+
+
+def test_subnormal_values_have_a_bound_of_steps():
+    """The states of a recurrence with small weights: float16 has steps of 6e-8, however small the values are."""
+    step, control = 2.0**-24, torch.zeros(4, dtype=torch.float64)
+    expected = torch.tensor([[1.0] * 4, [3e-6] * 4, [0.0] * 4, [torch.nan] * 4], dtype=torch.float64)
+    normal, subnormal, zero, unknown = (
+        control_bound(control, torch.float16, expected, factor=4.0) * rounding_unit(torch.float16)
+    ).tolist()
+    assert subnormal - normal == pytest.approx(4 * step / 3e-6, rel=1e-3)
+    assert zero == unknown == pytest.approx(normal, rel=1e-3)

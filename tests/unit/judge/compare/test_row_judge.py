@@ -166,11 +166,11 @@ def judged(kind=Kind.ADD, unrecorded=(), *, control=None, dtype=BF16, first_dtyp
 def test_bounds_by_the_control(kind, unrecorded, factor, model):
     errors = judged(kind, unrecorded, control=CONTROL)
     assert errors.control.tolist() == pytest.approx(CONTROL, rel=1e-6)
-    torch.testing.assert_close(errors.bound, control_bound(errors.control, BF16, factor=factor, model=model))
+    torch.testing.assert_close(errors.bound, control_bound(errors.control, BF16, EXPECTED, factor=factor, model=model))
     assert errors.is_bounded_by_control
     without = judged(kind, unrecorded)
     torch.testing.assert_close(
-        without.bound, control_bound(torch.zeros(4, dtype=torch.float64), BF16, factor=factor, model=model)
+        without.bound, control_bound(torch.zeros(4, dtype=torch.float64), BF16, EXPECTED, factor=factor, model=model)
     )
     assert without.is_bounded_by_control
     assert without.control is None
@@ -193,7 +193,7 @@ def test_a_derived_bound_stands_where_the_control_keeps_to_it():
 
 def test_a_control_beyond_the_derived_bound_widens_it():
     bound = judged(control=CONTROL)
-    by_control = control_bound(bound.control, BF16, factor=CONTROL_FACTOR, model=ADD)
+    by_control = control_bound(bound.control, BF16, EXPECTED, factor=CONTROL_FACTOR, model=ADD)
     torch.testing.assert_close(
         bound.bound, torch.maximum(derived_bound(ADD, BF16, Sensitivity(), EXPECTED), by_control)
     )
