@@ -66,6 +66,13 @@ class Trace:
         """Since the first event."""
         return self.start_ns + self.duration_ns
 
+    @property
+    def extent_ns(self) -> tuple[int, int]:
+        """Begin of the first event and end of the last; the profiler's own span around all of them is left out."""
+        is_timed = self.are(lambda category, _: category != "Trace")
+        start, end = self.start_ns[is_timed], self.end_ns[is_timed]
+        return (int(start.min()), int(end.max())) if len(start) else (0, 0)
+
     def are(self, holds: Callable[[str, str], object]) -> NDArray[np.bool_]:
         """Return for each event whether this holds of its category and name."""
         return np.array([bool(holds(*label)) for label in self.labels], bool)[self.label]

@@ -137,8 +137,7 @@ def critical_path(trace: Trace, path: str, *, within: re.Pattern[str] | None = N
 
 def _region(trace: Trace, within: re.Pattern[str] | None, instance: int) -> tuple[int, int]:
     if within is None:
-        is_timed = trace.are(lambda category, _: category != "Trace")
-        return int(trace.start_ns[is_timed].min(initial=0)), int(trace.end_ns[is_timed].max(initial=0))
+        return trace.extent_ns
 
     steps = find_steps(trace, within)
     if not -len(steps) <= instance < len(steps):

@@ -92,8 +92,7 @@ class _Columns:
         """Return when a step begins, and when it and its last kernel have ended."""
         trace, event = self._trace, self._steps[index].event
         if event < 0:
-            is_timed = trace.are(lambda category, _: category != "Trace")
-            return int(trace.start_ns[is_timed].min(initial=0)), int(trace.end_ns[is_timed].max(initial=0))
+            return trace.extent_ns
         ends = trace.end_ns[self._kernels[index]]
         return int(trace.start_ns[event]), int(max(trace.end_ns[event], ends.max(initial=0)))
 

@@ -62,11 +62,12 @@ def summarize_trace(
     if steps is None:
         steps = find_steps(trace, phase_pattern)
     columns = _Columns(trace, steps)
+    begin, end = trace.extent_ns
     modules, module_kernels = module_times(trace)
     return TraceSummary(
         path=path,
         num_events=trace.num_events,
-        duration_us=columns.duration_us,
+        duration_us=(end - begin) / 1e3,
         phases=tuple(columns.phases()),
         steps=measure_steps(trace, steps),
         operators=tuple(sorted(columns.operators(), key=lambda operator: operator.self_us, reverse=True)),
@@ -88,18 +89,11 @@ class _Columns:
         self._is_span = trace.are(_is_span)
         self._is_operator = trace.are(lambda category, _: category in _OPERATOR_CATEGORIES) & ~self._is_span
         self._is_kernel = trace.are(is_of_device)
-        self._is_timed = trace.are(lambda category, _: category != "Trace")
         self._steps = steps
         self._phase_names = tuple(dict.fromkeys(step.phase for step in steps))
         numbers = np.array([self._phase_names.index(step.phase) for step in steps] + [NOT_NESTED], np.int64)
         self._phase = numbers[step_of_events(trace, steps)]
         self._parent = nest(trace, np.flatnonzero(self._is_operator | self._is_span))
-
-    @property
-    def duration_us(self) -> float:
-        """Time from the first event to the end of the last; the profiler's own span around all of them is left out."""
-        start, end = self._trace.start_ns[self._is_timed], self._trace.end_ns[self._is_timed]
-        return float((end.max() - start.min()) / 1e3) if len(start) else 0.0
 
     def phases(self) -> Iterator[TracePhase]:
         times: dict[str, dict[str, list[float]]] = {name: {} for name in self._phase_names}

@@ -8,6 +8,7 @@ import pytest
 from harness.errors import HarnessError
 from harness.profiling.trace.critical_path import critical_path
 from harness.profiling.trace.file import read_trace
+from harness.profiling.trace.summary import summarize
 from harness.results.trace import LinkKind
 
 from .cuda_trace import cuda_trace
@@ -126,6 +127,13 @@ def test_the_links_add_up_to_the_duration(chain):
     path = chain(*document["traceEvents"])
     assert path.total_us == pytest.approx(1000)
     assert sum(path.time_us(kind) for kind in LinkKind) == pytest.approx(path.total_us)
+
+
+def test_the_span_of_the_profiler_around_the_events_is_in_no_duration(chain, tmp_path):
+    path = chain(cpu("PyTorch Profiler (0)", 0, 500, "Trace"), cpu("aten::add", 100, 10), cpu("aten::mul", 120, 30))
+    assert links(path) == {("operator", "aten::add"): 10, ("operator", "aten::mul"): 30, ("host", ""): 10}
+    read = summarize(tmp_path / "trace.json")
+    assert (path.total_us, read.duration_us, read.steps[0].figures["step us"]) == (50, 50, 50)
 
 
 def test_on_a_cpu_it_is_what_the_last_thread_did(chain):
