@@ -58,7 +58,7 @@ _REPORTED = {
     r"NVIDIA H200": "H200",
     r"NVIDIA L4": "L4",
     r"NVIDIA L40S": "L40S",
-    r"AMD Instinct MI300X": "MI300X",
+    r"AMD Instinct MI300X(?: VF)?": "MI300X",  # VF: the whole card, passed to a virtual machine
 }
 """What a driver calls a card, and its data sheet; many cards have like names."""
 

@@ -68,28 +68,25 @@ class _Work(NamedTuple):
 @dataclass(slots=True)
 class _Total:
     count: int = 0
-    cpu_ns: int = 0
-    kernel_ns: int = 0
+    time_ns: int = 0
 
 
 def measured_rates(trace: Trace) -> tuple[TraceRate, ...]:
     """Return the rates of the operators whose shapes the trace has (`record_shapes=True`), the longest first.
 
-    A kernel counts for the innermost of these operators that launched it. Without kernels, the time is the operator's.
+    A kernel counts for the innermost of these operators that launched it. Calls without a kernel are left out: they
+    computed on the CPU, or the trace ends before their kernel. If the trace has no kernels at all, the time is the
+    operator's.
     """
     is_known = trace.are(lambda _, name: name in _KNOWN)
-    events = np.flatnonzero(is_known & (trace.input > 0))
-    if not len(events):
-        return ()
-    kernel_ns = _kernel_ns(trace, is_known)
+    has_device = bool(trace.are(is_of_device).any())
+    time_ns = _kernel_ns(trace, is_known) if has_device else trace.duration_ns
     totals: dict[tuple[str, int], _Total] = {}
-    for event in events.tolist():
+    for event in np.flatnonzero(is_known & (trace.input > 0) & (time_ns > 0)).tolist():
         total = totals.setdefault((trace.name_of(event), int(trace.input[event])), _Total())
         total.count += 1
-        total.cpu_ns += int(trace.duration_ns[event])
-        total.kernel_ns += int(kernel_ns[event])
+        total.time_ns += int(time_ns[event])
     gpu = _card(trace)
-    has_device = bool(kernel_ns.any())
     rates = [_rate(name, *trace.inputs[inputs], total, gpu, has_device) for (name, inputs), total in totals.items()]
     return tuple(sorted((rate for rate in rates if rate), key=lambda rate: rate.time_us, reverse=True))
 
@@ -117,8 +114,7 @@ def _kernel_ns(trace: Trace, is_known: NDArray[np.bool_]) -> NDArray[np.int64]:
 def _rate(name: str, shapes: str, dtypes: str, total: _Total, gpu: Gpu | None, has_device: bool) -> TraceRate | None:
     names = _names(dtypes)
     work = _work(name, shapes, names)
-    time_ns = total.kernel_ns if has_device else total.cpu_ns
-    if work is None or not time_ns:
+    if work is None:
         return None
     used = names[_PRODUCTS[name][0]] if name in _PRODUCTS and len(names) > 1 else ""
     dtype = "float8" if used.startswith("c10::Float8") else _PEAKS.get(used, "")
@@ -126,7 +122,7 @@ def _rate(name: str, shapes: str, dtypes: str, total: _Total, gpu: Gpu | None, h
         name=name,
         shapes=" ".join(str(list(dims)) for dims in work.inputs if dims),
         count=total.count,
-        time_us=time_ns / 1e3,
+        time_us=total.time_ns / 1e3,
         flops=total.count * work.flops,
         num_bytes=total.count * work.num_bytes,
         has_device=has_device,

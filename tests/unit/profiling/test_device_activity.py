@@ -122,6 +122,23 @@ def test_products_have_the_rate_of_their_kernels(ranks):
     assert product.flops_per_s == pytest.approx(product.flops / 264e-6)
 
 
+def test_a_call_without_its_kernel_counts_in_no_rate(tmp_path):
+    document = cuda_trace()
+    kernels = [event for event in document["traceEvents"] if event.get("cat") == "kernel"]
+    lost = [kernel for kernel in kernels if kernel["args"]["correlation"] == 1]  # the only one of the first product
+
+    def rates():
+        (tmp_path / "trace.json").write_text(json.dumps(document))
+        return summarize(tmp_path / "trace.json").rates
+
+    document["traceEvents"] = [event for event in document["traceEvents"] if event not in lost]
+    (product,) = rates()
+    assert (product.count, product.flops, product.time_us) == (1, 2 * 128 * 256 * 512, pytest.approx(214))
+    for kernel in kernels:
+        kernel["args"].pop("correlation", None)
+    assert rates() == (), "the time of the CPU is that of the launches"
+
+
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -185,6 +202,7 @@ def test_an_operator_whose_work_is_not_known_has_no_rate(tmp_path, operator):
         (H100, BF16, 989e12, 3.35e12),
         (H100, "c10::Float8_e4m3fn", 1979e12, 3.35e12),
         (H100, "double", None, 3.35e12),
+        ("AMD Instinct MI300X VF", BF16, 1307e12, 5.3e12),
         ("NVIDIA H100 NVL", BF16, None, None),  # another card of a like name
     ],
 )
