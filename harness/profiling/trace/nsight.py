@@ -20,8 +20,8 @@ _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 """CUpti_ActivityMemcpyKind."""
 _VERSION = re.compile(r"_v\d+$")
 """Of a call: `cudaLaunchKernel_v7000`."""
-_ON_DEVICE = "start, end, 'GPU ' || deviceId, streamId, correlationId"
-_ON_HOST = "start, end, globalTid >> 24 & 0xFFFFFF, globalTid & 0xFFFFFF"  # process and thread
+_ON_DEVICE = "start, end, 'GPU ' || deviceId, streamId, coalesce(globalPid, 0) >> 24 & 0xFFFFFF, correlationId"
+_ON_HOST = "start, end, globalTid >> 24 & 0xFFFFFF, globalTid & 0xFFFFFF, globalTid >> 24 & 0xFFFFFF"
 _TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": (
         "kernel",
@@ -48,7 +48,8 @@ _TABLES = {
         " LEFT JOIN StringIds AS name ON name.id = event.textId WHERE end IS NOT NULL",
     ),
 }
-"""The category of a table's events; a query of name, begin and end in nanoseconds, process, thread, correlation."""
+"""The category of a table's events; a query of name, begin and end in nanoseconds, process, thread or stream,
+process on the host, correlation."""
 
 
 def is_nsight(path: Path) -> bool:
@@ -90,15 +91,24 @@ def _batches(database: sqlite3.Connection, category: str, query: str) -> Iterato
 
 
 def _event(
-    category: str, name: str | int, begin_ns: int, end_ns: int, process: int | str, thread: int, correlation: int
+    category: str,
+    name: str | int,
+    begin_ns: int,
+    end_ns: int,
+    process: int | str,
+    thread: int,
+    host_process: int,
+    correlation: int,
 ) -> Event:
+    """Return an event. Processes number their streams and launches alike, so both are told apart by the process."""
+    above = host_process << 32  # both numbers have 32 bits
     return Event(
         ph="X",
         cat=category,
         name=f"Memcpy {_COPIES.get(name, name)}" if isinstance(name, int) else _VERSION.sub("", name),
         pid=process,
-        tid=thread,
+        tid=thread + above,
         ts=begin_ns / 1e3,
         dur=(end_ns - begin_ns) / 1e3,
-        args=Arguments(correlation=correlation),
+        args=Arguments(correlation=correlation if correlation == NO_CORRELATION else correlation + above),
     )

@@ -10,7 +10,8 @@ from harness.profiling.trace.file import read_trace, trace_files
 from harness.profiling.trace.summary import summarize
 
 THREAD = (77 << 24) | 78
-ON_DEVICE = "start, end, deviceId, streamId, correlationId"
+PROCESS = 77 << 24
+ON_DEVICE = "start, end, deviceId, streamId, globalPid, correlationId"
 SCHEMA = f"""
     CREATE TABLE StringIds (id, value);
     CREATE TABLE TARGET_INFO_GPU (id, name);
@@ -21,8 +22,8 @@ SCHEMA = f"""
     CREATE TABLE NVTX_EVENTS (start, end, globalTid, text, textId);
 """
 STEP = "[Executor] _forward_step 3: 0 ctx reqs, 4 gen reqs"
-KERNELS = [(2000, 5000, 0, 7, 1, 1), (6000, 9000, 0, 7, 1, 1)]
-GRAPH = [(2000, 9000, 0, 7, 1, 42)]
+KERNELS = [(2000, 5000, 0, 7, PROCESS, 1, 1), (6000, 9000, 0, 7, PROCESS, 1, 1)]
+GRAPH = [(2000, 9000, 0, 7, PROCESS, 1, 42)]
 
 
 def report(path, *, kernels=(), graphs=(), step=(STEP, None)):
@@ -32,9 +33,9 @@ def report(path, *, kernels=(), graphs=(), step=(STEP, None)):
         names = [(1, "nvjet_64x8"), (2, "cudaGraphLaunch_v10000"), (3, "cudaMemcpy_v3020"), (4, STEP)]
         database.executemany("INSERT INTO StringIds VALUES (?, ?)", names)
         database.execute("INSERT INTO TARGET_INFO_GPU VALUES (0, 'NVIDIA H200')")
-        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?)", kernels)
-        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?, ?, ?, ?, ?, ?)", graphs)
-        database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (9500, 9900, 0, 7, 2, 2)")
+        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?)", kernels)
+        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?, ?, ?, ?, ?, ?, ?)", graphs)
+        database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (9500, 9900, 0, 7, ?, 2, 2)", (PROCESS,))
         calls = [(1000, 1500, THREAD, 1, 2), (9000, 10000, THREAD, 2, 3)]
         database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", calls)
         database.execute("INSERT INTO NVTX_EVENTS VALUES (500, 10500, ?, ?, ?)", (THREAD, *step))
@@ -59,6 +60,17 @@ def test_a_step_has_its_launches_and_kernels(tmp_path, recorded, num_kernels, bu
     assert read.figures["copy us"] == 0.4
 
 
+def test_processes_that_number_their_launches_alike_are_told_apart(tmp_path):
+    path, second = report(tmp_path / "report.sqlite", kernels=KERNELS), 88 << 24
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (20000, 20500, ?, 1, 2)", (second | 88,))
+        database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (21000, 22000, 0, 7, ?, 1, 1)", (second,))
+    summary = summarize(path)
+    (device,) = summary.devices
+    assert (device.launches.num_launches, device.launches.num_unknown, len(device.idle)) == (3, 0, 2)
+    assert summary.steps[0].figures["kernels"] == 3, "the kernel of the other process is in no step of this one"
+
+
 def test_a_database_names_its_cards(tmp_path):
     path = report(tmp_path / "report.sqlite", kernels=KERNELS)
     assert trace_files([tmp_path]) == [path]
@@ -80,10 +92,10 @@ def of_another_program(path):
     [
         (damaged, Code.TRACE_DAMAGED),
         (of_another_program, Code.NO_TRACE_EVENTS),
-        (lambda path: report(path, kernels=[(None, 5000, 0, 7, 1, 1)]), Code.TRACE_DAMAGED),
-        (lambda path: report(path, kernels=[(2**62, 2**63 - 1, 0, 7, 1, 1)]), Code.TRACE_DAMAGED),
-        (lambda path: report(path, kernels=[(1, 2, 0, 7, "x", 1)]), Code.TRACE_DAMAGED),
-        (lambda path: report(path, kernels=[(1, 2, 0, 7, 1, 1)], step=(b"blob", None)), Code.TRACE_DAMAGED),
+        (lambda path: report(path, kernels=[(None, 5000, 0, 7, PROCESS, 1, 1)]), Code.TRACE_DAMAGED),
+        (lambda path: report(path, kernels=[(2**62, 2**63 - 1, 0, 7, PROCESS, 1, 1)]), Code.TRACE_DAMAGED),
+        (lambda path: report(path, kernels=[(1, 2, 0, 7, PROCESS, "x", 1)]), Code.TRACE_DAMAGED),
+        (lambda path: report(path, kernels=[(1, 2, 0, 7, PROCESS, 1, 1)], step=(b"blob", None)), Code.TRACE_DAMAGED),
     ],
     ids=["cut off", "another program", "no time", "no year", "no number", "no text"],
 )
