@@ -6,7 +6,7 @@ Source: the schema of `torch.cuda.memory._snapshot` (torch 2.13), as far as it i
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,13 @@ class _Reader:
         numbers = {_typed(segment, "device", int) for segment in segments}
         for device in sorted(numbers | {at for at, trace in enumerate(traces) if trace}):
             device_segments = [segment for segment in segments if segment["device"] == device]
+            blocks = [block for segment in device_segments for block in self._blocks(segment)]
+            events = [self._event(event) for event in (traces[device] if device < len(traces) else ())]
             yield DeviceSnapshot(
                 device=device,
                 segment_bytes=tuple(_typed(segment, "total_size", int) for segment in device_segments),
-                blocks=tuple(block for segment in device_segments for block in self._blocks(segment)),
-                events=tuple(self._event(event) for event in (traces[device] if device < len(traces) else ())),
+                blocks=tuple(blocks),
+                events=tuple(_with_sizes_of_blocks(events, blocks)),
                 settings=settings,
             )
 
@@ -165,6 +167,23 @@ class _Reader:
                 name=_typed(frame, "name", str),
             )
         return self._known[id(frame)]
+
+
+def _with_sizes_of_blocks(events: Sequence[Event], blocks: Sequence[Block]) -> list[Event]:
+    """Return the events with the sizes of the blocks that are still in use.
+
+    torch notes the requested size of an allocation, and its block is larger: the history would end with less memory
+    than the segments hold. Of a block that was freed only the requested size is known.
+    """
+    sized = list(events)
+    last = {event.address: at for at, event in enumerate(events) if event.action in (ALLOC, FREE)}
+    for block in blocks:
+        at = last.get(block.address)
+        if at is None or block.state != IN_USE or events[at].action != ALLOC:
+            continue
+        if events[at].num_bytes == block.requested_bytes:
+            sized[at] = replace(events[at], num_bytes=block.num_bytes)
+    return sized
 
 
 _DEFAULTS = {"expandable_segments": False, "max_split_size": -1, "garbage_collection_threshold": 0.0}

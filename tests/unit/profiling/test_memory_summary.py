@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from harness.errors import Code, HarnessError
 from harness.profiling.memory.summary import diff_memory, summarize_memory, summarize_with_timelines
+from harness.profiling.memory.tree import memory_at
 from harness.report.document import files_document
 from harness.report.memory import memory_diff_text, memory_text
 from harness.results.memory import MemoryPlace
@@ -92,6 +93,19 @@ def test_the_timeline_has_the_same_peak(write):
     (device,) = summary.devices
     assert (timeline.peak.allocated_bytes, timeline.peak.time_us) == (device.peak_bytes, device.peak_after_us)
     assert timeline.points[-1].allocated_bytes == device.allocated_bytes
+
+
+def test_the_history_ends_with_the_blocks_and_not_with_what_was_requested(write):
+    requested = [event("alloc", 0, 3 * MIB, 100, GROW), event("alloc", 8 * MIB, MIB, 110, FORWARD)]
+    path = write(
+        {"segments": [SNAPSHOT["segments"][0], segment([block(8 * MIB, 2 * MIB)])], "device_traces": [requested]}
+    )
+    (device,) = summarize_memory(path).devices
+    assert device.allocated_bytes == 6 * MIB
+    assert device.peak_bytes == 4 * MIB + MIB, "a block that was not of this size may have been another one"
+    assert device.at_peak == (place("engine/cache.py:3 grow", 4 * MIB), place("engine/model.py:12 forward", MIB))
+    (moment,) = memory_at(path, 0)
+    assert moment.root.num_bytes == 4 * MIB
 
 
 def test_what_did_not_fit_is_told(write):
