@@ -175,6 +175,9 @@ class _Walk:
         now, kernel, thread = self._end, self._last_kernel(self._begin, self._end), self._last_thread(self._end)
         if thread is not None and (kernel is None or self._timelines[thread].last_end(now) > self._ends[kernel]):
             kernel = None
+        if kernel is not None and self._ends[kernel] < now:  # an annotation, or Python, went on after all work
+            yield _Link(int(self._ends[kernel]), now, LinkKind.HOST, NO_EVENT)
+            now = int(self._ends[kernel])
         while now > self._begin:
             if kernel is not None:
                 pieces, place = self._from_kernel(kernel, now, thread)
@@ -203,7 +206,9 @@ class _Walk:
         previous_end = int(self._ends[before]) if before is not None else -1
         ready = max(launched, previous_end)
         rival = self._last_kernel(max(ready, start - _OTHER_STREAM_NS), start)
-        if rival is not None and start - ready > QUEUED_NS and rival not in (kernel, before):
+        # Of two that take no time, neither has waited for the other: the chain would lead to and fro.
+        is_earlier = rival is not None and rival != before and self._trace.start_ns[rival] < start
+        if rival is not None and is_earlier and start - ready > QUEUED_NS:
             cause, kind, goes_on = int(self._ends[rival]), LinkKind.OTHER_STREAM, _Place(rival, thread)
         elif before is not None and previous_end > launched:
             cause, kind, goes_on = previous_end, LinkKind.QUEUE, _Place(before, thread)

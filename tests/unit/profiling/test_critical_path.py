@@ -110,6 +110,16 @@ def test_a_kernel_that_waits_for_another_stream_leads_there(chain):
     }
 
 
+def test_kernels_of_two_streams_that_take_no_time_end_the_chain(chain):
+    path = chain(cpu("aten::add", 0, 10), kernel("a", 50, 0, -1), kernel("b", 50, 0, -1, stream=20))
+    assert path.total_us == 50
+
+
+def test_what_lasts_longer_than_the_last_kernel_is_of_the_host(chain):
+    path = chain(cpu("decode[bs=1]", 0, 1000, "user_annotation"), launch(0, 1), kernel("a", 10, 50, 1))
+    assert links(path) == {("launch", "a"): 10, ("kernel", "a"): 50, ("host", ""): 940}
+
+
 def test_a_step_is_followed_with_the_kernels_that_it_launched(chain):
     events = [
         cpu("decode[bs=1]", 0, 20, "user_annotation"), launch(5, 1), kernel("a", 10, 30, 1),
