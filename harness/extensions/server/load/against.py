@@ -91,7 +91,8 @@ def _report(progress: Progress, run: int, num_runs: int, label: str, done: int, 
 
 def _times(run: LoadResult) -> dict[str, float]:
     medians = {name: run.times_ms[name].p50 for name in TIMES if name in run.times_ms}
-    return medians | {"a request": 1 / run.requests_per_s, "a new token": 1 / run.new_tokens_per_s}
+    rates = {"a request": run.requests_per_s, "a new token": run.new_tokens_per_s}
+    return medians | {name: 1 / rate for name, rate in rates.items() if rate}  # right answers may have no token
 
 
 def _blocks(values: Sequence[float]) -> list[tuple[float, float, float, float]]:

@@ -224,7 +224,7 @@ def _times_of(answer: TimedAnswer) -> dict[str, float]:
     times, number = {"e2e": answer.end_s - answer.sent_s}, len(answer.sent.result.token_ids)
     if answer.part_s:
         times["ttft"] = answer.part_s[0] - answer.sent_s
-        if number > 1:
+        if number > 1 and len(answer.part_s) > 1:  # of an answer in one part no later token has a time
             times["tpot"] = (answer.part_s[-1] - answer.part_s[0]) / (number - 1)
     return times
 

@@ -19,7 +19,7 @@ ADDRESSES = Address(url="http://127.0.0.1:8000"), Address(url="http://127.0.0.1:
 OPTIONS = LoadOptions(arrivals="8 a second", limits_ms={})
 
 
-def compared(monkeypatch, slowdown, *, wrong_run=None):
+def compared(monkeypatch, slowdown, *, wrong_run=None, new_tokens_per_s=None):
     """Compare servers of which the second is so much slower; return the order of the loads, too."""
     runs = []
 
@@ -29,7 +29,7 @@ def compared(monkeypatch, slowdown, *, wrong_run=None):
         time_ms = (100.0 + len(runs) % 3) * (slowdown if address.url.endswith("1") else 1.0)
         return SimpleNamespace(
             times_ms={name: SimpleNamespace(p50=time_ms) for name in ("ttft", "tpot", "itl", "e2e")},
-            new_tokens_per_s=1e3 / time_ms,
+            new_tokens_per_s=1e3 / time_ms if new_tokens_per_s is None else new_tokens_per_s,
             requests_per_s=10 / time_ms,
             outcome=Outcome.MISMATCH if len(runs) == wrong_run else Outcome.PASS,
             url=address.url, server="", num_requests=3, arrivals="8 a second",
@@ -55,6 +55,11 @@ def test_two_servers_are_compared_in_turns(monkeypatch, slowdown, is_slower):
     assert all(pair.ratio.median == pytest.approx(slowdown, rel=0.02) for pair in result.ratios.values())
     assert (result.outcome, result.is_slower) == (Outcome.PASS, is_slower)
     assert comparison_text(result, width=100).startswith("SLOWER  B in ttft, tpot" if is_slower else "NOT SLOWER")
+
+
+def test_answers_without_a_token_have_no_time_of_one(monkeypatch):
+    result, _ = compared(monkeypatch, 1.2, new_tokens_per_s=0.0)
+    assert set(result.ratios) == {"ttft", "tpot", "e2e", "a request"}
 
 
 def test_a_wrong_answer_ends_the_comparison(monkeypatch):

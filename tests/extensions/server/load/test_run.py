@@ -104,6 +104,20 @@ def test_a_late_answer_misses_its_limit(load, server, name, number, seconds):
     assert result.times_ms[name].max >= limit
 
 
+def test_an_answer_in_one_part_has_no_time_of_later_tokens(load, server):
+    held = {"token_ids": [], "text": ""}
+
+    async def at_once(choice, number):
+        held["token_ids"] += choice["token_ids"]
+        held["text"] += choice["text"]
+        choice.update(held if number == 7 else {"token_ids": [], "text": ""})
+
+    server[0].spoil = streamed(at_once)
+    result = load()
+    assert result.outcome is Outcome.PASS
+    assert {name: result.times_ms[name].num_values for name in ("ttft", "tpot")} == {"ttft": 4, "tpot": 3}
+
+
 def test_who_is_turned_away_is_counted_and_is_no_finding(load, server):
     async def full(_app, scope, receive, send, body):
         await reply(send, b'{"error": "full"}', status=503)
