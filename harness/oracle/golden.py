@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from harness.base.files import json_digest, read_bytes
+from harness.base.files import json_digest, read_bytes, write_text
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording, RequestInfo
@@ -110,7 +111,7 @@ class GoldenInfo(BaseModel):
 
     def graph(self) -> Graph:
         """Return the graph of the model that the golden is of."""
-        return Graph(tuple(Operation(**entry.model_dump()) for entry in self.operations), self.aliases)
+        return _graph(self)
 
 
 class Golden:
@@ -172,6 +173,38 @@ def write_golden_files(
         (folder / INFO_FILE).write_text(GoldenInfo.of(folder, key, graph, sketched).model_dump_json(), encoding="utf-8")
     except (OSError, safetensors.SafetensorError) as error:
         raise HarnessError(Code.CANNOT_WRITE, f"the golden cannot be written: {error}", where=folder) from error
+
+
+class _KeptGraph(BaseModel):
+    """The graph of a model by itself, as it is kept in the cache."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: dict[str, Any]
+    operations: tuple[_OperationEntry, ...]
+    aliases: dict[str, str]
+
+
+def write_graph(path: Path, key: Mapping[str, Any], graph: Graph) -> None:
+    """Write a graph to a file, with all that it depends on; a file that cannot be written is left out."""
+    operations = tuple(_OperationEntry(**asdict(operation)) for operation in graph)
+    kept = _KeptGraph(key=dict(key), operations=operations, aliases=dict(graph.aliases))
+    with suppress(OSError, HarnessError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, kept.model_dump_json())
+
+
+def read_graph(path: Path, key: Mapping[str, Any]) -> Graph | None:
+    """Return the graph of a file of `write_graph`; None if it is not there, damaged, or that of something else."""
+    try:
+        kept = _KeptGraph.model_validate_json(read_bytes(path))
+    except (OSError, ValidationError):
+        return None
+    return _graph(kept) if kept.key == key else None
+
+
+def _graph(info: _KeptGraph | GoldenInfo) -> Graph:
+    return Graph(tuple(Operation(**entry.model_dump()) for entry in info.operations), info.aliases)
 
 
 def _read_info(recording: Recording) -> GoldenInfo | None:

@@ -20,8 +20,17 @@ from harness.base.threads import Workers, num_spare_threads
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import cache_dir
 from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
+from harness.formats.taps import Graph
 from harness.oracle.decode import greedy_continuation
-from harness.oracle.golden import LOGIT_NOISE, Golden, key_name, open_golden, write_golden_files
+from harness.oracle.golden import (
+    LOGIT_NOISE,
+    Golden,
+    key_name,
+    open_golden,
+    read_graph,
+    write_golden_files,
+    write_graph,
+)
 from harness.oracle.images import inputs_of
 from harness.oracle.model import HFModel
 from harness.oracle.paired import PartCall, Value, run_pair
@@ -57,6 +66,33 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
 
 def _is_wide(hf: HFModel, truth: str) -> bool:
     return truth_dtype(truth, hf.dtype) == torch.float32 and has_wide_products(hf.device, hf.dtype)
+
+
+def kept_graph(hf: HFModel) -> Graph | None:
+    """Return the graph that was kept of a model of this configuration; None if there is none."""
+    return read_graph(*_graph_file(hf))
+
+
+def keep_graph(hf: HFModel) -> None:
+    """Keep the graph of a model of which a golden was made: all of its values are finite."""
+    write_graph(*_graph_file(hf), hf.graph)
+
+
+def _graph_file(hf: HFModel) -> tuple[Path, dict[str, Any]]:
+    """Return where the graph of a model is kept, and all that it depends on; its weights must only be finite."""
+    key = {
+        "harness": __version__,
+        "oracle": ORACLE_VERSION,
+        "config": hf.checkpoint.config_hash,
+        "dtype": str(hf.dtype),
+        "device": hf.device.type,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "images": hf.has_images,
+        "lora": hf.lora_hash,
+        "mtp": None if hf.mtp is None else hf.mtp.num_depths,
+    }
+    return cache_dir() / "graphs" / f"{key_name(key)}.json", key
 
 
 def _prompt_key(prompt: Prompt) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from harness.judge.jobs.served import ended_before_served, with_served_run
 from harness.judge.jobs.settings import compare_settings, with_settings
 from harness.oracle.golden import Golden
 from harness.oracle.lora import adapter_notes
-from harness.oracle.make_golden import cached_golden, open_cached_golden
+from harness.oracle.make_golden import cached_golden, keep_graph, kept_graph, open_cached_golden
 from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt
 from harness.oracle.untraced import parts_kept
@@ -90,12 +90,15 @@ def _check_engine(
     hf = planned_model(plan)
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))), parts_kept(hf):
         cached = open_cached_golden(hf, plan.prompts, truth=plan.case.truth)
-        if cached is not None:
-            hf.graph = cached.graph  # saves tracing the model again
+        graph = kept_graph(hf) if cached is None else cached.graph
+        if graph is not None:
+            hf.graph = graph  # saves tracing the model again
         settings = compare_settings(plan, engine, hf)
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
         golden = cached or cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
+        if graph is None:
+            keep_graph(hf)
         golden_s = time.perf_counter() - golden_begin
         results = _run_schedules(plan, engine, golden, hf, out, report, begin)
         described = (_with_source(with_settings(run, settings), engine.capabilities.sources) for run in results)

@@ -18,7 +18,9 @@ from harness.oracle.golden import (
     _num_rows,
     key_name,
     open_golden,
+    read_graph,
     write_golden_files,
+    write_graph,
 )
 
 from ...recording_writer import new_writer, requests_of
@@ -199,3 +201,14 @@ def test_the_name_of_a_key_tells_it_from_any_other():
     assert key_name({"a": 1, "b": 2}) == key_name({"b": 2, "a": 1})
     assert key_name({"a": 1}) != key_name({"a": 2})
     assert len(key_name({})) == 32
+
+
+def test_a_graph_is_kept_by_what_it_depends_on(tmp_path):
+    path = tmp_path / "graphs" / "one.json"
+    assert read_graph(path, {"config": "a"}) is None
+    write_graph(path, {"config": "a"}, GRAPH)
+    assert read_graph(path, {"config": "a"}) == GRAPH
+    assert read_graph(path, {"config": "b"}) is None
+    path.write_bytes(path.read_bytes()[:-9])
+    assert read_graph(path, {"config": "a"}) is None
+    write_graph(tmp_path / "graphs" / "one.json" / "below a file", {}, GRAPH)

@@ -403,6 +403,7 @@ def test_large_matrices_are_never_upcast_as_a_whole(load, token_ids, monkeypatch
     hf = load("llama-tiny", torch.bfloat16)
     expected = pair(hf, token_ids).values
     monkeypatch.setattr(precision, "_BLOCK_BYTES", 8 * 1000)
+    monkeypatch.setattr(precision, "_LARGE_BYTES", 8 * 1000)
     dtypes = {}
 
     def look(value):

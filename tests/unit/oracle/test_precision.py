@@ -297,6 +297,7 @@ def test_preserving_ends_under_an_exception():
 @pytest.mark.parametrize("block_bytes", [1, 8 * 40, 8 * 40 * 7, 1 << 20])
 def test_a_blocked_linear_is_the_product(block_bytes, has_bias, monkeypatch):
     monkeypatch.setattr(precision, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(precision, "_LARGE_BYTES", block_bytes)
     torch.manual_seed(1)
     module = nn.Linear(40, 23, bias=has_bias).to(torch.bfloat16)
     x = torch.randn(2, 5, 40, dtype=torch.float64)
@@ -318,6 +319,7 @@ def test_a_blocked_linear_is_the_product(block_bytes, has_bias, monkeypatch):
 @pytest.fixture
 def everything_is_large(monkeypatch):
     monkeypatch.setattr(precision, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(precision, "_LARGE_BYTES", 1)
 
 
 def test_large_modules_run_in_high_precision_with_their_weights_as_they_are(everything_is_large):

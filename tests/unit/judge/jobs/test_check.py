@@ -5,14 +5,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness.cli.main import run
 from harness.errors import Code, HarnessError
 from harness.formats.case import Case, RequestSpec
-from harness.judge.jobs.check import next_place
+from harness.judge.jobs.check import next_place, run_check
+from harness.oracle import graph
 from harness.oracle.requests import Prompt
-from harness.plan import Plan
-from harness.results.check import Finding
+from harness.plan import Plan, plan_request
+from harness.results.check import Finding, Outcome
 
 EVERY_FIELD = {
     "model": "my model",
@@ -104,3 +106,16 @@ def test_a_setting_that_differs_leads_to_an_inspection(parsed):
     assert {name: fields[name] for name in ("model", "hf", "engine", "dtype", "device")} == {
         name: EVERY_FIELD[name] for name in ("model", "hf", "engine", "dtype", "device")
     }
+
+
+def test_a_model_is_traced_once_for_all_prompts(checkpoints, tmp_path, monkeypatch):
+    traced, trace = [], graph.trace_graph
+    monkeypatch.setattr(graph, "trace_graph", lambda hf: (traced.append(hf.dtype), trace(hf))[1])
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    for dtype, token_ids in (("float32", [5, 6, 7]), ("float32", [8, 9]), ("bfloat16", [5, 6, 7])):
+        plan = plan_request(
+            model=str(checkpoints / "llama-tiny"), engine="hf", dtype=dtype, device="cpu",
+            requests=[RequestSpec(token_ids=token_ids)], max_new_tokens=2, schedules=["plain"], local_files_only=True,
+        )  # fmt: skip
+        assert run_check(plan).outcome is Outcome.PASS
+    assert traced == [torch.float32, torch.bfloat16]
