@@ -161,6 +161,8 @@ class Value:
     """The inputs of attention; None for every other operation."""
     scores: torch.Tensor | None = None
     """[rows, n] by which a router chose; None for every other operation."""
+    module_input: torch.Tensor | None = None
+    """[requests * tokens, in] of a linear module that was run on a sample of them; None of every other operation."""
 
     def in_all_places(self, rows: torch.Tensor, num_places: int) -> torch.Tensor:
         """Return rows of the value, [num_places, ...]; where it has none, they are NaN or -1."""
@@ -215,6 +217,7 @@ def run_pair(
     inputs: Mapping[str, torch.Tensor] = MappingProxyType({}),
     sample: Sample | None = None,
     control_arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    has_control: bool = True,
 ) -> tuple[Any, Any]:
     """Run both forwards over some requests and show every operation to the observer.
 
@@ -231,6 +234,7 @@ def run_pair(
         inputs: what the forward takes beside the tokens, the images of the only request.
         sample: where products and attention are computed; None for everywhere.
         control_arithmetic: entered on the control's thread, what it computes in another way than HF (`SoftplusByLog`).
+        has_control: whether to run the control; without it only the truth is shown.
     """
     ids = ids.to(hf.device)
     if logit_positions is not None and len(logit_positions) == ids.shape[1]:
@@ -242,7 +246,7 @@ def run_pair(
         stack.enter_context(hf.exactly(dtype=truth_dtype))
         watch = stack.enter_context(watching(hf))
         side = _Side(hf, ids.shape, kept, observer.control, sample)
-        control = Ahead(partial(_run_control, of_control, watch, side, control_arithmetic))
+        control = Ahead(partial(_run_control, of_control, watch, side, control_arithmetic) if has_control else _nothing)
         stack.callback(control.cancel)
         stack.enter_context(_parts_in_turn(hf, control, truth_dtype, kept, observer, progress))
         side = _Side(hf, ids.shape, kept, observer.truth, sample)
@@ -337,6 +341,10 @@ def _run_control(
         side.see("logits", forward())
 
 
+def _nothing() -> None:
+    """End at once, as a control that is not to run."""
+
+
 @contextmanager
 def _parts_in_turn(
     hf: HFModel,
@@ -395,11 +403,14 @@ class _Side:
         self._kept, self._sample = kept, sample
         self._sampled = {} if sample is None else sample.modules(hf)
         self._call: AttentionCall | None = None
+        self._input: torch.Tensor | None = None
+        """What the linear module that runs now is given, if it is narrowed."""
 
     def narrowed(self, path: str, x: torch.Tensor) -> torch.Tensor | None:
         """Return the sample's rows of a linear module's input, [requests, n, in] or [requests * n, in]."""
         if self._sample is None or path not in self._sampled[Kind.LINEAR]:
             return None
+        self._input = x.reshape(-1, x.shape[-1])
         if x.dim() == 3 and x.shape[:2] == (self._num_requests, self._num_tokens):
             return x.index_select(1, self._sample.positions.to(x.device))
         if x.dim() == 2 and len(x) == self._num_requests * self._num_tokens:
@@ -447,7 +458,10 @@ class _Side:
         assert self._sample is not None
         dim, places = operation.token_dim, self._places(self._sample.positions)
         rows = as_rows(value, dim, self._num_requests, len(self._sample.positions))
-        replacement = self._show(Value(operation=operation, rows=rows, places=places, call=call))
+        module_input, self._input = self._input, None
+        replacement = self._show(
+            Value(operation=operation, rows=rows, places=places, call=call, module_input=module_input)
+        )
         assert replacement is not None, f"{operation.tap} was to be replaced"
         num_lines = 1 if dim else self._num_requests
         shape = list(value.shape)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from random import Random
+from typing import Protocol
 
 import torch
 
@@ -23,6 +24,13 @@ _SHARE_STANDING_OUT = 4
 """Rows that are drawn for one row that stands out against the golden."""
 _REQUEST = 1 << 32
 """Above every position."""
+
+
+class PositionSample(Protocol):
+    """Chooses positions at which operations are computed."""
+
+    def positions(self, group: Sequence[RowSequence], index: int) -> torch.Tensor | None:
+        """Return the positions, [n] int64 and ascending, for requests that run side by side; None for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +289,7 @@ def make_batches(
     recording: Recording,
     sequences: Sequence[RowSequence],
     max_tokens: int,
-    sample: RowSample | None = None,
+    sample: PositionSample | None = None,
     *,
     ahead: int = 0,
 ) -> list[PaddedBatch]:

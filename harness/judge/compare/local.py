@@ -19,10 +19,12 @@ from harness.base.numerics import Numerics
 from harness.base.progress import Progress
 from harness.base.threads import Workers, num_spare_threads
 from harness.formats.recording import Recording
-from harness.formats.taps import Kind, Operation
+from harness.formats.taps import KINDS, Graph, Kind, Operation
+from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RowSample, SampledRows, make_batches, spread
 from harness.judge.compare.conventions.entry import HALF
 from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, PartInputs, histories, merged
+from harness.judge.compare.projected import ExactRows, projections_of
 from harness.judge.compare.replay import DecidedError, Judge, Replay, TapRows, unrecorded_before
 from harness.judge.compare.row_judge import LocalErrors, RowJudge, choice_errors, judged_queries
 from harness.judge.compare.sequences import sequences
@@ -100,6 +102,7 @@ class LocalJudge(Judge):
     ) -> None:
         super().__init__(hf.graph, usable)
         self.unrecorded_before = unrecorded_before(hf.graph, usable)
+        self._dtype = dtype
         self._rows = RowJudge(hf, dtype, usable, declared or Numerics())
         self._is_alone, self._may_truncate = is_alone, may_truncate
         self._workers = Workers[_Measured]() if workers is None else workers
@@ -120,6 +123,11 @@ class LocalJudge(Judge):
         totals.errors.append(errors)
         if errors.num_bad:
             self._keep_evidence(rows, totals, errors, errors.bad)
+
+    def add_estimated(self, operation: Operation, rows: Rows, roundings: torch.Tensor, bound: torch.Tensor) -> None:
+        """See `Judge.add_estimated`."""
+        errors = LocalErrors(rows=rows, roundings=roundings, bound=bound, dtype=self._dtype)
+        self._totals[operation.tap].errors.append(errors)
 
     def choose(self, operation: Operation, chosen: torch.Tensor, num_scores: int) -> None:
         """See `Judge.choose`."""
@@ -311,7 +319,10 @@ def local_errors(
     sample: RowSample | None = None,
     progress: Progress | None = None,
 ) -> LocalJudgement:
-    """Run the model once over all that the engine computed, every recorded value put back, and judge each operation.
+    """Run the model over all that the engine computed, every recorded value put back, and judge each operation.
+
+    The control runs only where it can decide: it enlarges bounds, and excuses directions that its own rounding has. So
+    what passes without it passes with it; else all is judged again beside it.
 
     Args:
         recording: the engine's, its taps named as in the graph.
@@ -322,13 +333,46 @@ def local_errors(
         sample: of the positions at which products and attention are judged; None for all.
         progress: told what is being done.
     """
+    replayed = partial(
+        _replayed, recording, hf, usable, truth=truth, stops_early=stops_early, sample=sample, progress=progress
+    )
+    if not _needs_control(hf.graph, usable):
+        judgement = replayed(has_control=False)
+        if not any(errors.num_bad or errors.effect or errors.convention for errors in judgement.errors.values()):
+            return judgement
+    return replayed(has_control=True)
+
+
+def _needs_control(graph: Graph, usable: set[str]) -> bool:
+    """Whether a bound cannot be told without the control: that of a kind without an error model, or across taps."""
+    judged = (op for op in graph if op.tap in usable and not op.is_kept)
+    return bool(unrecorded_before(graph, usable)) or any(KINDS[op.kind].error_model is None for op in judged)
+
+
+def _replayed(
+    recording: Recording,
+    hf: HFModel,
+    usable: set[str],
+    *,
+    truth: str,
+    stops_early: bool,
+    sample: RowSample | None,
+    progress: Progress | None,
+    has_control: bool,
+) -> LocalJudgement:
+    """Judge as `local_errors`; without the control, bounds may be too small and directions those of all rounding."""
     ahead, sampled = max(hf.graph.drafted_from, default=0), SampledRows()
-    batches = make_batches(recording, sequences(recording), batch_tokens(hf), sample, ahead=ahead)
-    precision, declared = replay_dtype(truth, recording, hf), recording.manifest.numerics
+    batches = make_batches(recording, sequences(recording), batch_tokens(hf), sample or ExactRows(), ahead=ahead)
+    precision, declared, dtype = (
+        replay_dtype(truth, recording, hf),
+        recording.manifest.numerics,
+        engine_dtype(recording),
+    )
+    projections = None if sample is not None else projections_of(recording, hf, precision)
     with Workers[_Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
         judge = LocalJudge(
             hf,
-            engine_dtype(recording),
+            dtype,
             usable,
             is_alone=len(batches) == 1,
             declared=declared,
@@ -338,7 +382,7 @@ def local_errors(
         )
         with suppress(DecidedError):
             for index, batch in enumerate(batches):
-                watcher = Replay(judge, batch)
+                watcher = Replay(judge, batch, projections)
                 sampled = _with_batch(sampled, batch, sample if watcher.is_sampled else None)
                 report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
                 run_pair(
@@ -351,7 +395,10 @@ def local_errors(
                     inputs=inputs_of(hf, batch.sequences[0].request, batch.num_tokens),
                     sample=watcher.sample,
                     control_arithmetic=control_arithmetic(recording),
+                    has_control=has_control,
                 )
+    if projections is not None:
+        projections.save()
     return replace(judge.judgement(), sampled=sampled)
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
+from harness.judge.compare.projected import FAR, Projections
 from harness.oracle.paired import PartCall, Sample, Value
 
 
@@ -67,6 +68,18 @@ class TapRows:
             control_scores=some(self.control_scores),
         )
 
+    def with_rows(
+        self, places: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, control: torch.Tensor
+    ) -> "TapRows":
+        """Return these rows and others behind them, [R, W]."""
+        return replace(
+            self,
+            places=torch.cat([self.places, places]),
+            actual=torch.cat([self.actual, actual.to(self.actual.device)]),
+            expected=torch.cat([self.expected, expected]),
+            control=None if self.control is None else torch.cat([self.control, control]),
+        )
+
     def inputs(self, places: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Return the operation's inputs at the judged rows, or at other places."""
         wanted = self.places if places is None else places
@@ -91,6 +104,9 @@ class Judge:
     def add(self, rows: TapRows) -> None:
         """Judge rows of an operation, at once or before `settle` returns."""
 
+    def add_estimated(self, operation: Operation, rows: Rows, roundings: torch.Tensor, bound: torch.Tensor) -> None:
+        """Note the estimated errors of rows [R] of a product that are far below their bound."""
+
     def choose(self, operation: Operation, chosen: torch.Tensor, num_scores: int) -> None:
         """Note what the rows of a batch chose, [rows, ..., k] int64, of so many scores."""
 
@@ -110,8 +126,9 @@ class DecidedError(Exception):
 class Replay:
     """Puts an engine's rows back into both forwards of one batch, and passes them to the judge."""
 
-    def __init__(self, judge: Judge, batch: PaddedBatch) -> None:
-        self._judge, self._batch = judge, batch
+    def __init__(self, judge: Judge, batch: PaddedBatch, projections: Projections | None = None) -> None:
+        """Prepare to replay a batch; with projections, its positions are those at which products are multiplied out."""
+        self._judge, self._batch, self._projections = judge, batch, projections
         self._control: dict[str, torch.Tensor] = {}
         self._control_scores: dict[str, torch.Tensor] = {}
         self._recorded_rows: dict[str, RecordedRows] = {}
@@ -129,12 +146,12 @@ class Replay:
     @property
     def is_sampled(self) -> bool:
         """Whether some operation is judged only at the chosen positions."""
-        return bool(self._sampled)
+        return bool(self._sampled) and self._projections is None
 
     @property
     def sample(self) -> Sample | None:
         """Where both forwards compute products and attention; None for everywhere."""
-        if self._batch.positions is None:
+        if self._batch.positions is None or not self._sampled:
             return None
         return Sample(positions=self._batch.positions, taps=self._sampled)
 
@@ -142,8 +159,18 @@ class Replay:
         """Yield the products and contexts that were recorded in every row of the batch."""
         for op in self._judge.graph:
             is_inside = op.kind in (Kind.LINEAR, Kind.ATTENTION) and op.tap not in self._judge.graph.head
-            if is_inside and op.tap in self._judge.usable and self._batch.is_whole(op.tap):
+            if not is_inside or op.tap not in self._judge.usable:
+                continue
+            is_wanted = self._projections is None or self._is_projected(op, self._projections)
+            if is_wanted and self._batch.is_whole(op.tap):
                 yield op.tap
+
+    def _is_projected(self, operation: Operation, projections: Projections) -> bool:
+        """Whether a product is judged by its projections: one whose inputs were recorded, and which is wide enough."""
+        positions, num_lines = self._batch.positions, len(self._batch.sequences)
+        if positions is None or operation.tap in self._judge.unrecorded_before:
+            return False
+        return projections.fit(operation, self._batch.num_places, len(positions) * num_lines)
 
     @property
     def logit_positions(self) -> list[int]:
@@ -175,7 +202,10 @@ class Replay:
         if recorded is not None and located is not None:
             here, at = located
             is_recorded[(recorded if tap in self._sampled else here).places] = True
-            self._judge_rows(value, here, at)
+            if self._projections is not None and tap in self._sampled:
+                self._judge_product(value, recorded, self._tap_rows(value, here, at), self._projections)
+            elif (judged := self._tap_rows(value, here, at)) is not None:
+                self._judge.add(judged)
             replaced = self._put_back(value, recorded, here, at)
         self._is_recorded[tap] = is_recorded
         if value.scores is not None and not value.operation.among_tokens:
@@ -196,32 +226,62 @@ class Replay:
         if self._judge.is_decided:
             raise DecidedError
 
-    def _judge_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> None:
-        """Pass the rows that the engine computed to the judge, with recorded inputs or through unrecorded taps."""
+    def _judge_product(
+        self, value: Value, recorded: RecordedRows, exact: TapRows | None, projections: Projections
+    ) -> None:
+        """Judge all rows of a product: the sample's by its results, others by projections, or multiplied out."""
+        if exact is None:  # no row of the sample is to be judged
+            assert value.module_input is not None
+            product, _ = projections.multiplied(value.operation, value.module_input)
+            judged = self._tap_rows(replace(value, rows=product, places=None), recorded, recorded.places)
+            if judged is not None:
+                self._judge.add(judged)
+            return
+        x, rows, places, operation = value.module_input, recorded.rows, recorded.places, value.operation
+        assert x is not None
+        multiplied = x[exact.places.to(x.device)], exact.expected
+        if not torch.equal(places, torch.arange(len(x))):
+            x = x[places.to(x.device)]
+        roundings, bound = projections.estimates(operation, x, rows.to(x.device), multiplied)
+        is_rest = self._is_judged(operation, places) & ~torch.isin(places, exact.places)
+        is_far = ~(roundings <= FAR * bound)
+        if bool((far := is_rest & is_far).any()):
+            expected, control = projections.multiplied(operation, x[far.to(x.device)])
+            exact = exact.with_rows(places[far], rows[far], expected, control)
+        self._judge.add(exact)
+        near = is_rest & ~is_far
+        self._judge.add_estimated(operation, self._batch.rows(places[near]), roundings[near], bound[near])
+
+    def _tap_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> TapRows | None:
+        """Return the rows that the engine computed, with recorded inputs or through unrecorded taps."""
         unrecorded = self._judge.unrecorded_before.get(value.operation.tap, ())
         control = self._control.pop(value.operation.tap, None)
         scores = self._control_scores.pop(value.operation.tap, None)
         if unrecorded is None:
-            return
-        judged = self._batch.is_own[recorded.places]
-        if not unrecorded:
-            judged = judged & self._inputs_recorded(value.operation)[recorded.places]
-        if bool(judged.any()):
-            self._judge.add(
-                TapRows(
-                    operation=value.operation,
-                    batch=self._batch,
-                    places=recorded.places[judged],
-                    actual=recorded.rows[judged].flatten(1),
-                    expected=value.rows[at[judged.to(at.device)]].flatten(1),
-                    control=None if control is None else control[judged.to(control.device)],
-                    control_scores=None if scores is None else scores[judged.to(scores.device)],
-                    values={tap: self._values[tap] for tap in value.operation.inputs if tap in self._values},
-                    value=value,
-                    unrecorded=unrecorded,
-                    part=self._part,
-                )
-            )
+            return None
+        judged = self._is_judged(value.operation, recorded.places)
+        if not bool(judged.any()):
+            return None
+        return TapRows(
+            operation=value.operation,
+            batch=self._batch,
+            places=recorded.places[judged],
+            actual=(recorded.rows if bool(judged.all()) else recorded.rows[judged]).flatten(1),
+            expected=value.rows[at[judged.to(at.device)]].flatten(1),
+            control=None if control is None else control[judged.to(control.device)],
+            control_scores=None if scores is None else scores[judged.to(scores.device)],
+            values={tap: self._values[tap] for tap in value.operation.inputs if tap in self._values},
+            value=value,
+            unrecorded=unrecorded,
+            part=self._part,
+        )
+
+    def _is_judged(self, operation: Operation, places: torch.Tensor) -> torch.Tensor:
+        """[places] bool: rows that the engine computed itself, from recorded inputs or through unrecorded taps."""
+        judged = self._batch.is_own[places]
+        if not self._judge.unrecorded_before.get(operation.tap, ()):
+            judged = judged & self._inputs_recorded(operation)[places]
+        return judged
 
     def _inputs_recorded(self, operation: Operation) -> torch.Tensor:
         """[places] bool: where all inputs were recorded; of attention, with the whole history."""

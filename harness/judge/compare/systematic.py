@@ -13,6 +13,7 @@ count once. What benign engines reach is measured: docs/how-verdicts-work.md.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,6 +32,8 @@ MIN_CHANNELS = 16
 SCALE = "softmax scale"
 """The effect of scores that all have another factor than they should."""
 
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements that are added at a time."""
 _FLOORS = {torch.float32: 2.0, torch.float64: 2.0}
 """Least effect in roundings: a gain of 5e-8 in float32 is the reciprocal root's own, and means nothing. In 16 bits it
 is the kind's own."""
@@ -77,6 +80,8 @@ class Effects:
     slope_squares: list[torch.Tensor] = field(default_factory=list)
     slope_channels: torch.Tensor | float = 0.0
     """[W] sums of e g / s^2 over the rows."""
+    measured: tuple[int, list[Effect]] | None = None
+    """Number of rows, and the effects that they have."""
 
     def add(
         self,
@@ -102,22 +107,34 @@ class Effects:
         if truth.shape[1] < MIN_CHANNELS or not len(new):
             return
         if len(new) < len(truth):
-            truth, actual = truth[new], actual[new]
-        e = (actual.to(truth.device, truth.dtype) - truth).to(torch.float32)
-        t = truth.to(torch.float32)  # sums of errors: it is their difference that had to be exact
+            at = new.to(truth.device)
+            truth, actual, slope = truth[at], actual[at], None if slope is None else slope[at]
+        size = max(1, _BLOCK_ELEMENTS // truth.shape[1])
+        blocks = truth.split(size)
         if self.scale is None:
-            rms = torch.linalg.vector_norm(t, dim=0) / math.sqrt(len(t))
+            squares = torch.stack([torch.linalg.vector_norm(block, dim=0).square() for block in blocks]).sum(dim=0)
+            rms = (squares / len(truth)).sqrt().to(torch.float32)
             self.scale = torch.where(rms > 0, rms, torch.inf)
-        t, e = t / self.scale, e.div_(self.scale)
+        slopes = [None] * len(blocks) if slope is None else slope.split(size)
+        for parts in zip(positions[new].split(size), actual.split(size), blocks, slopes, strict=True):
+            self._add_block(*parts)
+
+    def _add_block(
+        self, positions: torch.Tensor, actual: torch.Tensor, truth: torch.Tensor, slope: torch.Tensor | None
+    ) -> None:
+        """Add rows whose copies stay in the second-level cache."""
+        assert self.scale is not None
+        e = (actual.to(truth.device, truth.dtype) - truth).to(torch.float32).div_(self.scale)
+        t = truth.to(torch.float32) / self.scale  # sums of errors: it is their difference that had to be exact
         if slope is not None:
-            self._add_slope(e, slope[new].to(e) / self.scale)
-        p, position, heads = e * t, positions[new].to(torch.float64), (self._num_heads(t.shape[1]), -1)
+            self._add_slope(e, slope.to(e) / self.scale)
+        p, position, heads = e * t, positions.to(torch.float64), (self._num_heads(t.shape[1]), -1)
         # Both sums over the rows, plain and weighted by position, in one product.
         weights = torch.stack([torch.ones_like(position), position]).to(t.device, t.dtype)
         products, moments = (weights @ p).to("cpu", torch.float64)
         self.positions.append(position)
         self.row_products.append(p.unflatten(1, heads).sum(dim=2).to("cpu", torch.float64))
-        self.row_squares.append(t.square().unflatten(1, heads).sum(dim=2).to("cpu", torch.float64))
+        self.row_squares.append(t.square_().unflatten(1, heads).sum(dim=2).to("cpu", torch.float64))
         self.products, self.moments = self.products + products, self.moments + moments
         self.errors = self.errors + e.sum(dim=0).to("cpu", torch.float64)
         self.squared_errors = self.squared_errors + e.square_().sum(dim=0).to("cpu", torch.float64)
@@ -184,45 +201,72 @@ class Effects:
 
     def all(self) -> list[Effect]:
         """Return every effect that was looked for, whatever its size; empty if there are too few rows."""
-        if sum(map(len, self.positions)) < MIN_ROWS or self.scale is None:
+        num_rows = sum(map(len, self.positions))
+        if num_rows < MIN_ROWS or self.scale is None:
             return []
+        if self.measured is None or self.measured[0] != num_rows:
+            self.measured = num_rows, self._all()
+        return self.measured[1]
+
+    def _all(self) -> list[Effect]:
         rows, squares, position = (torch.cat(parts) for parts in (self.row_products, self.row_squares, self.positions))
         products, moments = torch.as_tensor(self.products), torch.as_tensor(self.moments)
-        effects = [self._effect("gain", "", rows.sum(dim=1), products, float(squares.sum()))]
+        effects = self._effects("gain", [""], rows.sum(dim=1)[:, None], products[:, None], squares.sum()[None])
         centered = position - position.mean()
-        spread = float(centered.square() @ squares.sum(dim=1))
-        if spread > 0:
+        spread = centered.square() @ squares.sum(dim=1)
+        if float(spread) > 0:
             trend = moments - position.mean() * products
             span = float(position.max() - position.min())
-            effects.append(self._effect("trend", "", centered * rows.sum(dim=1), trend, spread, times=span))
-        if rows.shape[1] > 1:
-            heads = products.unflatten(0, (rows.shape[1], -1))
-            for head in range(rows.shape[1]):
-                size = float(squares[:, head].sum())
-                effects.append(self._effect("gain of head", str(head), rows[:, head], heads[head], size))
+            sums = (centered * rows.sum(dim=1))[:, None], trend[:, None], spread[None]
+            effects += self._effects("trend", [""], *sums, times=span)
+        if (num_heads := rows.shape[1]) > 1:
+            heads = products.unflatten(0, (num_heads, -1)).T
+            effects += self._effects("gain of head", list(map(str, range(num_heads))), rows, heads, squares.sum(dim=0))
         if self.slope_products:
-            slopes, size = torch.cat(self.slope_products), float(torch.cat(self.slope_squares).sum())
-            effects.append(self._effect(SCALE, "", slopes, torch.as_tensor(self.slope_channels), size))
+            slopes, size = torch.cat(self.slope_products), torch.cat(self.slope_squares).sum()
+            channels = torch.as_tensor(self.slope_channels)
+            effects += self._effects(SCALE, [""], slopes[:, None], channels[:, None], size[None])
         return [*effects, self._offset(len(position))]
 
-    def _effect(
-        self, kind: str, which: str, rows: torch.Tensor, channels: torch.Tensor, size: float, *, times: float = 1.0
-    ) -> Effect:
-        """Return the relative effect sum(rows) / size with its two-way clustered statistic and interval."""
-        total = float(rows.sum())
-        deviation = math.sqrt(_variance(rows) + _variance(channels))
-        value = total / size * times if size else 0.0
-        margin = 1.96 * deviation / size * times if size else 0.0
-        return Effect(
-            kind=kind,
-            which=which,
-            size=value,
-            low=value - margin,
-            high=value + margin,
-            roundings=value / rounding_unit(self.dtype),
-            statistic=_ratio(total, deviation),
-            num_rows=len(rows),
-        )
+    def _effects(
+        self,
+        kind: str,
+        which: Sequence[str],
+        rows: torch.Tensor,
+        channels: torch.Tensor,
+        sizes: torch.Tensor,
+        *,
+        times: float = 1.0,
+    ) -> list[Effect]:
+        """Return relative effects sum(rows) / size with their two-way clustered statistics and intervals.
+
+        Args:
+            kind: of the `n` effects.
+            which: name of each.
+            rows: [rows, n] sums of each row.
+            channels: [channels, n] sums of each channel.
+            sizes: [n].
+            times: factor of all.
+        """
+        totals, deviations = rows.sum(dim=0), (_variances(rows) + _variances(channels)).sqrt()
+        unit, num_rows, effects = rounding_unit(self.dtype), len(rows), []
+        columns = zip(which, totals.tolist(), deviations.tolist(), sizes.tolist(), strict=True)
+        for name, total, deviation, size in columns:
+            value = total / size * times if size else 0.0
+            margin = 1.96 * deviation / size * times if size else 0.0
+            effects.append(
+                Effect(
+                    kind=kind,
+                    which=name,
+                    size=value,
+                    low=value - margin,
+                    high=value + margin,
+                    roundings=value / unit,
+                    statistic=_ratio(total, deviation),
+                    num_rows=num_rows,
+                )
+            )
+        return effects
 
     def _offset(self, num_rows: int, channel: int | None = None) -> Effect:
         """Return the offset of a channel, by default of that which has the largest, in units of the channel's RMS."""
@@ -284,7 +328,7 @@ def _ratio(value: float, deviation: float) -> float:
     return value / deviation if deviation else math.copysign(math.inf, value) if value else 0.0
 
 
-def _variance(sums: torch.Tensor) -> float:
-    """Variance of the total of some independent sums, about their mean."""
+def _variances(sums: torch.Tensor) -> torch.Tensor:
+    """Variance of the total of some independent sums, about their mean, of each column: [n] of [sums, n]."""
     count = len(sums)
-    return float((sums - sums.mean()).square().sum()) * count / (count - 1)
+    return (sums - sums.mean(dim=0)).square().sum(dim=0) * count / (count - 1)
