@@ -1,4 +1,4 @@
-.PHONY: audit check docs format licences lock test test-core test-quick test-machines test-slow test-gpu test-pretended-gpu first-gpu-run test-oldest test-vllm test-sglang floors scoreboard fuzz mutants
+.PHONY: audit check docs format licences lock test test-core test-quick test-machines test-slow test-gpu test-pretended-gpu first-gpu-run test-oldest test-vllm test-sglang cost floors scoreboard fuzz mutants
 
 check:  ## format, lint, types, floors
 	ruff format --check harness reference_engine tests cases
@@ -85,6 +85,10 @@ docs:  ## the documents as pages with search, in build/site/pages; needs `pip in
 
 scoreboard:  ## the harness's score on known bugs
 	harness faults --format markdown
+
+# For example ARGS="--dtype bfloat16 --layers 2".
+cost:  ## what a check costs in plain forwards, part by part: some minutes
+	OMP_NUM_THREADS=1 python -m tests.benchmarks.check_cost $(ARGS)
 
 floors:  ## repeat the measurements that the bounds come from
 	python -m tests.calibrations.noise_floors
