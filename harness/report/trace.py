@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from io import StringIO
+from os.path import commonprefix
 from typing import Any
 
 from harness.report.check.sentences import printable
@@ -26,6 +27,7 @@ _MAX_RATES = 10
 """Rows of a table."""
 MAX_SIZES = 5
 """Sizes of a phase that are shown."""
+_FILE_WIDTH = 30
 _NAME_WIDTH = 60
 """A kernel's name holds its template arguments, thousands of characters of them."""
 
@@ -110,8 +112,15 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
 
 def _trace_name(summary: TraceSummary, summaries: Sequence[TraceSummary]) -> str:
     """Return the rank of a trace, or its file where it has none, or the rank of another one."""
-    is_alone = [item.rank for item in summaries].count(summary.rank) == 1
-    return str(summary.rank) if summary.rank is not None and is_alone else _shown(summary.path.rpartition("/")[2], 30)
+    if summary.rank is not None and [item.rank for item in summaries].count(summary.rank) == 1:
+        return str(summary.rank)
+    names, paths = [item.path.rpartition("/")[2] for item in summaries], [item.path for item in summaries]
+    if len(set(names)) < len(set(paths)):  # a folder for each rank
+        names = paths
+    name = names[paths.index(summary.path)]
+    is_cut = len(name) > _FILE_WIDTH and len(set(names)) > 1
+    begin = len(commonprefix(names)) - 12 if is_cut else 0  # noqa: RUF071  characters of a name, no folders
+    return _shown(f"…{name[begin:]}" if begin > 0 else name, _FILE_WIDTH)
 
 
 def _waits_for_ranks(summaries: Sequence[TraceSummary]) -> str:

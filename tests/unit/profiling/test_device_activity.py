@@ -93,6 +93,16 @@ def test_the_ranks_of_a_folder_stand_side_by_side(ranks):
     assert "again.json" in twice
 
 
+@pytest.mark.parametrize(
+    "form", ["runs/1759139542.1234567-profile-of-a-server-TP-{}.trace.json.gz", "runs/rank-{}/a.pt.trace.json.gz"]
+)
+def test_files_without_a_rank_are_told_apart_by_what_differs(ranks, form):
+    summaries = [replace(summarize(file), rank=None, path=form.format(at)) for at, file in enumerate(ranks)]
+    waits = summary_text(summaries).rpartition("waits us")[2]
+    assert "-0" in waits
+    assert "-1" in waits
+
+
 def test_a_pattern_says_what_a_phase_is(ranks):
     summary = summarize(ranks[0], re.compile(r"nn\.Module: (Linear)_\d+"))
     assert [(phase.name, phase.count, phase.total_us) for phase in summary.phases] == [("Linear", 2, 300.0)]
