@@ -7,6 +7,7 @@ import pytest
 
 from harness.errors import Code, HarnessError
 from harness.profiling.trace.file import read_trace, trace_files
+from harness.profiling.trace.nesting import flame
 from harness.profiling.trace.summary import summarize
 
 THREAD = (77 << 24) | 78
@@ -69,6 +70,11 @@ def test_processes_that_number_their_launches_alike_are_told_apart(tmp_path):
     (device,) = summary.devices
     assert (device.launches.num_launches, device.launches.num_unknown, len(device.idle)) == (3, 0, 2)
     assert summary.steps[0].figures["kernels"] == 3, "the kernel of the other process is in no step of this one"
+
+
+def test_calls_of_a_database_are_a_flame_graph(tmp_path):
+    root = flame(report(tmp_path / "report.sqlite", kernels=KERNELS))
+    assert set(root.children[STEP].children) == {"cudaGraphLaunch", "cudaMemcpy"}
 
 
 def test_a_database_names_its_cards(tmp_path):
