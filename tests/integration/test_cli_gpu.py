@@ -72,7 +72,7 @@ def test_faults_whose_code_makes_tensors_of_its_own():
 
 
 def test_a_search():
-    done = run("fuzz", "--device", "cuda", "--seconds", "5", "--format", "json")
+    done = run("fuzz", "run", "--device", "cuda", "--seconds", "40", "--format", "json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "pass"
 
