@@ -68,6 +68,7 @@ def load_model(
     device: str = "cpu",
     stays: bool = False,
     mtp: bool = False,
+    may_be_patched: bool = False,
 ) -> HFModel:
     """Load the HF model of a checkpoint in `dtype`, with SDPA attention where it computes what the family does.
 
@@ -77,6 +78,8 @@ def load_model(
         device: where to run.
         stays: whether to load all weights at once, however large: for a model that is run more than a few times.
         mtp: whether to run the layers that predict further tokens, too. All weights are then loaded at once.
+        may_be_patched: whether an engine may have changed transformers in this process: for a model that only helps to
+            find an engine's tensors, and judges nothing.
 
     Raises:
         HarnessError: the architecture is unknown to transformers, which may not be patched (ORACLE_PATCHED), or the
@@ -85,6 +88,8 @@ def load_model(
     checkpoint, where = Checkpoint.of(checkpoint), torch.device(device)
     try:
         hf = _loaded(checkpoint, dtype, where, stays=stays or mtp)
+        if not may_be_patched:
+            check_is_unpatched(hf.model)
     except HarnessError as error:
         name = _other_kind(checkpoint.config)
         if name is None or error.code not in (Code.UNSUPPORTED_ARCHITECTURE, Code.TENSORS_CONTRADICT_CONFIG):
@@ -143,11 +148,9 @@ def _loaded(checkpoint: Checkpoint, dtype: torch.dtype, where: torch.device, *, 
     if stays or checkpoint.num_bytes <= _RESIDENT_BYTES:
         model = _from_pretrained(checkpoint.folder, dtype).to(where).eval().requires_grad_(False)
         _leave_sdpa_if_scores_are_capped(model)
-        check_is_unpatched(model)
         return HFModel(model=model, checkpoint=checkpoint, dtype=dtype, device=where)
     model = _skeleton(checkpoint.folder, dtype, where)
     _leave_sdpa_if_scores_are_capped(model)
-    check_is_unpatched(model)
     weights = StreamedWeights(model, checkpoint, dtype=dtype, device=where)
     return HFModel(model=model, checkpoint=checkpoint, dtype=dtype, device=where, weights=weights)
 

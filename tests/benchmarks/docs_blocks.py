@@ -91,8 +91,6 @@ IN_ANOTHER_ORDER = ("check-a-folder-of-tensors",)
 """Pages whose first block is a command on what the second one writes."""
 
 BEFORE = {
-    "check-your-torch-engine": ["harness new-adapter fused --out fused", "cp block-1.py fused/harness_fused/adapter.py",
-                                "pip install -q -e fused"],
     "gates": ["git branch -f main"],
     "profiling": ["echo 'Once upon a time' > prompts.txt"],
     "scale": ["mkdir few", "cp cases/qwen3-float32.toml cases/llama-token-ids.toml few",

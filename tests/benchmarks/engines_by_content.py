@@ -1,9 +1,9 @@
-"""Engines whose taps are found by content, against their adapters' tables: sound, and with bugs planted.
+"""Engines whose adapters learn their taps and run their own schedulers: sound, and with bugs planted.
 
     python -m tests.benchmarks.engines_by_content nano_vllm [--model PATH] [--dtype float32] [--fault NAME]
 
-Prints a line for each dtype and fault, each of a separate process: the taps that the table shows, those of them that
-the map shows, the taps whose rows are not the table's bit for bit (false matches), and the first divergence of both.
+Prints a line for each dtype, fault and schedule, each fault in a separate process: the taps that are not shown, and the
+first divergence. `tests.benchmarks.vllm_verdicts` does the same with vLLM.
 """
 
 import argparse
@@ -11,8 +11,8 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache, wraps
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,17 @@ import harness
 from harness.api.reports import CheckReport
 from harness.base.files import scratch_folder
 from harness.engines import Engine
-from harness.engines.by_content.columns import relative_error
 from harness.extensions.llamacpp.engine.options import parse_llamacpp_options
 from harness.extensions.llamacpp.gguf import open_gguf
 from harness.extensions.llamacpp.gguf.writer import write_gguf
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [list(range(3, 50)), list(range(60, 71)), list(range(100, 142))]
-ENGINES = {"nano_vllm": "NanoVllm", "sglang": "SGLang", "vllm": "Vllm", "llamacpp": "LlamaCppStepper"}
-"""Folders of docs/adapters, and the classes of their `by_content.py`; that of llama.cpp is the package's."""
-TABLES = {"vllm": "harness.extensions.vllm", "llamacpp": "harness.extensions.llamacpp.engine.engine"}
-"""Modules of engines of the package; each opens a model for itself."""
+ENGINES = ("nano_vllm", "sglang")
+"""Folders of docs/adapters."""
 LLAMACPP = "harness.extensions.llamacpp.engine.by_content"
 IN_FLOAT32 = {"cache_type": "F32", "flash_attention": "off"}
 """Options of llama.cpp with which attention is in float32."""
-LIMITS = {"llamacpp": 1e-4}
-"""Relative error of rows that are the same: llama.cpp's attention adds in an order that depends on the cache's size."""
 
 
 def rotary(model: Any) -> None:
@@ -141,68 +136,23 @@ def llamacpp_by_content(folder: Path, right: Path) -> Engine:
         return engine
 
 
-def told(report: CheckReport) -> str:
-    """Return the outcome and the first divergence with its cause."""
-    first = report.runs[0].first_divergence
-    return "pass" if first is None else f"{first.tap}: {first.explanation.cause}"
-
-
-def plant_before_packing(plant: Callable[[Any], None]) -> None:
-    """Change each model that vLLM loads, before its weights are brought into the forms of kernels."""
-    loader = importlib.import_module("vllm.model_executor.model_loader.base_loader")
-    pack = loader.process_weights_after_loading
-
-    def planted(model: Any, *arguments: Any) -> None:
-        plant(model.model)
-        pack(model, *arguments)
-
-    loader.process_weights_after_loading = planted
-
-
-def case(engine: str, folder: Path, dtype: str, fault: str) -> str:
-    """Run an engine by content and by its table, and return what came of it."""
+def lines_of(engine: str, folder: Path, dtype: str, fault: str) -> Iterator[str]:
+    """Check an engine with a fault, and yield a line for each schedule; only a sound one runs all of its schedules."""
     sys.path.insert(0, str(ROOT / "docs" / "adapters" / engine))
-    content = importlib.import_module(LLAMACPP if engine == "llamacpp" else "by_content")
-    table = importlib.import_module(TABLES.get(engine, "engine"))
-    if engine == "sglang":  # its settings are of the process: one engine for both
-        content.Engine = built = cache(table.Engine)
-        table.open_engine = lambda folder, *, dtype, **_options: built(folder, dtype)
+    subject = importlib.import_module("engine").open_engine(folder, dtype=dtype, device="cpu", options={})
     if engine == "nano_vllm" and dtype == "float32" and fault != "as it is":
         fixed(None)
-    plant = FAULTS.get(fault, lambda _model: None)
-    if engine == "vllm":
-        plant_before_packing(plant)
-
-    def opened(build: Callable[..., Any]) -> Callable[..., Any]:
-        if engine in TABLES:
-            return build
-
-        def with_fault(*args: Any, **named: Any) -> Any:
-            made = build(*args, **named)
-            model = made.model if hasattr(made, "model") else made.runner.model
-            if not getattr(model, "has_fault", False):
-                model.has_fault = True
-                plant(model.model)
-            return made
-
-        return with_fault
-
-    setattr(content, ENGINES[engine], opened(getattr(content, ENGINES[engine])))
-    arguments = {"dtype": dtype, "device": "cpu", "options": IN_FLOAT32 if engine == "llamacpp" else {}}
-    known, by_table = rows_of(opened(table.open_engine)(folder, **arguments), folder, dtype)
-    by_content = (
-        llamacpp_by_content(folder, folder) if engine == "llamacpp" else content.open_engine(folder, **arguments)
-    )
-    live, report = rows_of(by_content, folder, dtype)
-    shown, there = {tap for tap, *_ in live}, {tap for tap, *_ in known}
-    false = {
-        key[0] for key in live.keys() & known.keys() if relative_error(live[key], known[key]) > LIMITS.get(engine, 0)
-    }
-    lost = ", ".join(sorted(there - shown)) or "-"
-    same = "the same" if told(report) == told(by_table) else told(by_table)
-    return (
-        f"| {len(shown & there)} of {len(there)} | {lost} | {', '.join(sorted(false)) or 0} | {told(report)} | {same} |"
-    )
+    if fault in FAULTS:
+        FAULTS[fault]((subject.nano if engine == "nano_vllm" else subject.runner).model.model)
+    schedules = subject.capabilities.schedules if fault == "sound" else ("plain",)
+    report = harness.check(
+        subject, model=folder, dtype=dtype, prompts=PROMPTS, schedules=schedules,
+        max_new_tokens=30 if fault == "sound" else 6,
+    )  # fmt: skip
+    for run in report.runs:
+        first, coverage = run.first_divergence, run.coverage
+        told = run.outcome.value if first is None else f"{first.tap}: {first.explanation.cause}"
+        yield f"| {dtype} | {fault} | {run.schedule} | {', '.join(coverage.not_offered) or '-'} | {told} |"
 
 
 def main() -> None:
@@ -214,20 +164,19 @@ def main() -> None:
     parser.add_argument("--fault")
     options = parser.parse_args()
     if options.fault is not None and len(options.dtype or ()) == 1:
-        print(case(options.engine, options.model, options.dtype[0], options.fault), flush=True)
+        for line in lines_of(options.engine, options.model, options.dtype[0], options.fault):
+            print(line, flush=True)
         os._exit(0)  # threads of SGLang may not end
-    print("| dtype | fault | taps found | not found | false | first divergence | the table's |")
-    print("|---|---|---:|---|---|---|---|")
+    print("| dtype | fault | schedule | not shown | first divergence |")
+    print("|---|---|---|---|---|")
     for dtype in options.dtype or ("float32", "bfloat16"):
-        faults = {} if options.engine == "llamacpp" else FAULTS
-        for fault in [options.fault] if options.fault else ["sound", "as it is", *faults]:
+        for fault in [options.fault] if options.fault else ["sound", "as it is", *FAULTS]:
             if fault == "as it is" and (options.engine, dtype) != ("nano_vllm", "float32"):
                 continue
             command = [sys.executable, "-m", "tests.benchmarks.engines_by_content", options.engine]
             command += ["--model", str(options.model), "--dtype", dtype, "--fault", fault]
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-            line = done.stdout.splitlines()[-1:] or [f"| {done.stderr.strip().splitlines()[-1]} |"]
-            print(f"| {dtype} | {fault} {line[0]}", flush=True)
+            print(done.stdout or f"| {dtype} | {fault} | {done.stderr.strip().splitlines()[-1]} |", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,28 @@
-"""SGLang 0.5.23 on a CPU, operation by operation, without its kernels: see cpu.py."""
+"""SGLang 0.5.23 on a CPU, operation by operation, without its kernels: see cpu.py.
+
+`Runner` runs its model step by step, from which the taps are learned; `Engine` then runs its own scheduler.
+"""
 
 from array import array
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from unittest.mock import MagicMock
 
 import cpu  # noqa: F401  # before SGLang
 import torch
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch as SGLangBatch
 from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from harness.engines import Capabilities
 from harness.engines.adapter import engine_refusals
-from harness.engines.torch_modules import ForwardBatch, PagedCache, StepWatcher, find_table
+from harness.engines.by_content.scheduled import ForwardBatch, StepWatcher, learn_taps
+from harness.engines.paged_cache import PagedCache
 
 RESERVE = 4
 """Slots beyond those of the longest request that its scheduler wants to be free."""
@@ -34,13 +40,62 @@ class Watcher(StepWatcher):
             requests=requests,
             starts=torch.tensor([0, *lengths]).cumsum(0).tolist(),
             positions=inputs["positions"].tolist(),
-            num_padded_rows=len(inputs["input_ids"]),
             slot_mapping=step.out_cache_loc,
             block_tables={"": {request: table[row, :length].tolist() for request, row, length in rows}},
         )
 
+    def logits(self, arguments, named):
+        return arguments[0].next_token_logits
+
     def sampled_tokens(self, output):
         return output
+
+
+class Runner:
+    """Its model runner and its pools; requests are put together here and not by its scheduler."""
+
+    def __init__(self, scheduler):
+        self.runner, self.tree, self.requests = scheduler.tp_worker.model_runner, scheduler.tree_cache, {}
+        self.model, self.allocator = self.runner.model, self.runner.token_to_kv_pool_allocator
+        self.rows = self.runner.req_to_token_pool
+
+    @torch.inference_mode()
+    def step(self, work):
+        for number, tokens, first in work:
+            request = self.requests.setdefault(number, new_request(number))
+            request.full_untruncated_fill_ids.extend(tokens)
+            request.prefix_len, request.extend_end = first, first + len(tokens)
+        batch = ScheduleBatch.init_new(
+            reqs=[self.requests[number] for number, _, _ in work], req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator, tree_cache=self.tree, model_config=self.runner.model_config,
+            enable_overlap=False, spec_algorithm=SpeculativeAlgorithm.NONE,
+        )  # fmt: skip
+        if all(first and len(tokens) == 1 for _, tokens, first in work):
+            batch.req_pool_indices_cpu = batch.req_pool_indices = torch.tensor([r.kv.req_pool_idx for r in batch.reqs])
+            batch.seq_lens_cpu = batch.seq_lens = batch.orig_seq_lens = torch.tensor([first for _, _, first in work])
+            batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, self.runner.model_config.vocab_size)
+            batch.prepare_for_decode()
+        else:
+            batch.prepare_for_extend()
+        batch.input_ids = torch.tensor([token for _, tokens, _ in work for token in tokens])
+        forward = SGLangBatch.init_new(batch, self.runner, return_hidden_states_before_norm=False)
+        return self.runner.forward(forward).logits_output.next_token_logits
+
+    def slots(self, request):
+        return self.rows.req_to_token[request.kv.req_pool_idx, : request.extend_end].long()
+
+    def finish(self, number):
+        request = self.requests.pop(number)
+        self.allocator.free(self.slots(request))
+        self.rows.free(request)
+
+
+def new_request(number):
+    params = SamplingParams(max_new_tokens=1 << 20, temperature=0.0)
+    params.normalize(None)
+    request = Req(str(number), "", array("q"), params, vocab_size=1 << 30)
+    request.full_untruncated_fill_ids = array("q")
+    return request
 
 
 class LoneScheduler(Scheduler):
@@ -53,6 +108,7 @@ class Engine:
     capabilities = Capabilities(schedules=("plain", "chunked", "batched", "mixed", "prefix-hit", "preempted"))
 
     def __init__(self, folder, dtype, **arguments):
+        self.folder, self.dtype = folder, dtype
         arguments = ServerArgs(
             model_path=str(folder), dtype=dtype, device="cpu", attention_backend="torch_native", page_size=1,
             sampling_backend="pytorch", skip_tokenizer_init=True, disable_overlap_schedule=True, max_total_tokens=4096,
@@ -64,8 +120,10 @@ class Engine:
         self.runner = self.scheduler.tp_worker.model_runner
 
     def match_taps(self, graph):
-        self.graph = graph
-        self.table = find_table(self.runner.model, graph, fused_sizes=attrgetter("output_partition_sizes"))
+        runner = Runner(self.scheduler)
+        self.graph, self.taps = graph, learn_taps(runner, self.folder, graph, self.dtype)
+        for number in [*runner.requests]:
+            runner.finish(number)
 
     def run(self, workload, writer):
         scheduler, schedule, allocator = self.scheduler, workload.schedule, self.scheduler.token_to_kv_pool_allocator
@@ -76,8 +134,11 @@ class Engine:
         others = allocator.alloc(allocator.available_size() - workload.num_blocks(1) - RESERVE)
         requests, caches = workload.all_requests, list(self.caches())
         model, sampler = self.runner.model, self.runner.sampler
-        with Watcher(model, sampler, self.table, requests, writer, caches=caches, begins=model.model) as watcher:
-            self.capabilities = replace(self.capabilities, unsupported_taps=watcher.unsupported_taps(self.graph))
+        watcher = Watcher(
+            model, sampler, self.taps, self.graph, requests, writer, caches=caches, begins=model.model
+        )  # fmt: skip
+        self.capabilities = replace(self.capabilities, unsupported_taps=watcher.unsupported_taps())
+        with watcher:
             for batch in workload.batches:
                 for request in batch:
                     scheduler._add_request_to_queue(greedy(request, shares=schedule.trigger == "prefix_hit"))

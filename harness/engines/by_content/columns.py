@@ -125,15 +125,11 @@ class ColumnIndex:
             fits = self._find(value, LOOSE, may_be_permuted=False)
         return sorted(fits, key=lambda fit: fit.error)
 
-    def error(self, index: int, columns: Columns, value: torch.Tensor) -> float:
-        """Return the relative error of a tensor's columns as a value [T, W]."""
-        return relative_error(columns.of(self._tables[index]), value)
-
     def _project(self, table: torch.Tensor) -> torch.Tensor:
         return self._probes @ table.double().nan_to_num(0.0, 0.0, 0.0)
 
     def _find(self, value: torch.Tensor, tolerance: float, *, may_be_permuted: bool) -> list[Fit]:
-        projected, scale = self._project(value), _scale(value)
+        projected, scale = self._project(value), scale_of(value)
         distance = scale * tolerance / len(value) ** 0.5
         begins = []
         for at in _samples(value):
@@ -143,11 +139,11 @@ class ColumnIndex:
         fits = []
         for index in sorted(set.intersection(*map(set, begins)))[:_MOST_TENSORS]:
             common = set.intersection(*(begin[index] for begin in begins))
-            columns = self._columns(index, common, value, tolerance)
-            if columns is None and may_be_permuted:
-                columns = self._permuted(index, projected, distance)
-            if columns is not None and (error := self.error(index, columns, value)) <= tolerance:
-                fits.append(Fit(index=index, columns=columns, error=error))
+            fit = self._side_by_side(index, common, value, scale, tolerance)
+            if fit is None and may_be_permuted and (columns := self._permuted(index, projected, distance)) is not None:
+                fit = self._fit(index, columns, value, scale)
+            if fit is not None and fit.error <= tolerance:
+                fits.append(fit)
         return fits
 
     def _begins(self, at: int, projected: torch.Tensor, distance: float) -> dict[int, set[int]]:
@@ -165,14 +161,20 @@ class ColumnIndex:
         there = self._order[int(low) : int(high)]
         return there[(self._all[:, there] - projected[:, None]).abs().amax(dim=0) <= reach]
 
-    def _columns(self, index: int, begins: Set[int], value: torch.Tensor, tolerance: float) -> Columns | None:
+    def _side_by_side(
+        self, index: int, begins: Set[int], value: torch.Tensor, scale: torch.Tensor, tolerance: float
+    ) -> Fit | None:
         """Return where a tensor holds a value side by side, if it does so at one of some places."""
         width, room = value.shape[1], self._tables[index].shape[1]
         for at in [at for at in sorted(begins) if 0 <= at <= room - width][:4]:
-            columns = Columns(start=at, stop=at + width)
-            if self.error(index, columns, value) <= tolerance:
-                return columns
+            fit = self._fit(index, Columns(start=at, stop=at + width), value, scale)
+            if fit.error <= tolerance:
+                return fit
         return None
+
+    def _fit(self, index: int, columns: Columns, value: torch.Tensor, scale: torch.Tensor) -> Fit:
+        error = relative_error(columns.of(self._tables[index]), value, scale)
+        return Fit(index=index, columns=columns, error=error)
 
     def _permuted(self, index: int, projected: torch.Tensor, distance: torch.Tensor) -> Columns | None:
         """Return the columns of a tensor that are each like one of a value's, in any order."""
@@ -208,12 +210,18 @@ def order_of_row(row: torch.Tensor, value: torch.Tensor, tolerance: float) -> tu
     return None if bool((order.diff() > 0).all()) else tuple(order.tolist())
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the RMS over columns of the error of [T, W] values, relative to each column and to what is usual."""
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor | None = None) -> float:
+    """Return the RMS over columns of the error of [T, W] values, relative to each column and to what is usual.
+
+    Args:
+        actual: values.
+        expected: values.
+        scale: `scale_of` the expected ones, where they are compared with many.
+    """
     expected = expected.double()
-    error = (actual.double() - expected).norm(dim=0) / _scale(expected).clamp_min(1e-300)
-    result = float(error.square().mean().sqrt())
-    return result if result == result else float("inf")
+    scale = scale_of(expected) if scale is None else scale
+    error = float(((actual.double() - expected) / scale.clamp_min(1e-300)).square().sum(dim=0).mean().sqrt())
+    return error if error == error else float("inf")
 
 
 def fine_limit(rounding: float) -> float:
@@ -226,7 +234,7 @@ def limit_of_same(error: float, rounding: float) -> float:
     return max(error * _SAME_FACTOR, error + _SAME_ROUNDINGS * rounding)
 
 
-def _scale(value: torch.Tensor) -> torch.Tensor:
+def scale_of(value: torch.Tensor) -> torch.Tensor:
     """Return [W]: of each column, its norm, and at least a tenth of what is usual."""
     norms = value.norm(dim=0)
     usual = norms[norms > 0].median() if bool((norms > 0).any()) else norms.new_ones(())

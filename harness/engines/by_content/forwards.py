@@ -96,6 +96,34 @@ class SiteRows:
     is_by_request: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the rows of tensors belong in the work."""
+
+    all_rows: torch.Tensor
+    """Of each row its index in the work, or what is no token of it."""
+    told: torch.Tensor
+    """Which rows belong to the work."""
+    rows: torch.Tensor
+    """Of these, their indices."""
+    num_rows: int
+    """Of the work."""
+    are_all: bool
+    """Whether the rows are those of the work, in its order."""
+
+    @classmethod
+    def of(cls, all_rows: torch.Tensor, num_rows: int) -> "_Places":
+        """Take the index in the work of each row."""
+        told = all_rows >= 0
+        are_all = len(all_rows) == num_rows and bool((all_rows == torch.arange(num_rows)).all())
+        return cls(all_rows, told, all_rows[told], num_rows, are_all)
+
+    @property
+    def num_told(self) -> int:
+        """Rows that belong to the work."""
+        return len(self.rows)
+
+
 @dataclass(frozen=True)
 class _Rows:
     """The rows of one forward."""
@@ -130,9 +158,22 @@ class _Rows:
             parts.append(torch.cat([torch.full((self.work[at].first,), PADDING), computed]))
         return torch.cat(parts) if parts else self.flat[:0]
 
-    def of(self, layout: SiteLayout, size: int, *, is_by_work: bool) -> torch.Tensor | None:
-        """Return for each row of a tensor in a layout its row, or its request, in the work; None if it has others."""
-        match layout.kind:
+    def places(self, kind: Counted, size: int, *, is_by_work: bool) -> "_Places | None":
+        """Return where the rows of a tensor belong; None if it has others."""
+        key = kind, size, is_by_work
+        if key not in self._known:
+            rows = self._of(kind, size, is_by_work=is_by_work)
+            num = len(self.work) if kind >= Counted.REQUESTS else self.starts[-1]
+            self._known[key] = None if rows is None else _Places.of(rows, num)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> "dict[tuple[Counted, int, bool], _Places | None]":
+        return {}
+
+    def _of(self, kind: Counted, size: int, *, is_by_work: bool) -> torch.Tensor | None:
+        """Return for each row of a tensor its row, or its request, in the work; None if it has others."""
+        match kind:
             case Counted.TOKENS | Counted.COLUMNS:
                 rows = self.flat
             case Counted.LINES | Counted.TURNED:
@@ -325,7 +366,7 @@ class RowTeller:
                 values = tensor.reshape(1, -1) if is_one else None if layout is None else _rows_first(tensor, layout)
                 if layout is None or values is None:
                     continue
-                places = rows.of(layout, len(values), is_by_work=self._is_by_work)
+                places = rows.places(layout.kind, len(values), is_by_work=self._is_by_work)
                 if places is not None:
                     _put(result, site, values, places, rows, is_by_request=layout.kind >= Counted.REQUESTS)
         return result
@@ -339,8 +380,8 @@ class RowTeller:
             return None
         told = self.tell(forwards, work, is_whole=False)
         rows = _Rows(told.rows[-1], work, starts_of(work), told.ambiguous)
-        places = rows.of(layout, shape[layout.dim], is_by_work=True)
-        return None if places is None else (layout.dim, places == PADDING)
+        places = rows.places(layout.kind, shape[layout.dim], is_by_work=True)
+        return None if places is None else (layout.dim, places.all_rows == PADDING)
 
     def _with_rows(
         self, forwards: Sequence[StepForward], work: Sequence[RequestWork], told: Told | None = None
@@ -365,25 +406,26 @@ def _put(
     result: dict[Site, SiteRows],
     site: Site,
     values: torch.Tensor,
-    places: torch.Tensor,
+    places: _Places,
     rows: _Rows,
     *,
     is_by_request: bool,
 ) -> None:
     """Put rows of a forward where they belong in the work."""
-    there = places >= 0
-    if not bool(there.any()):
+    if not places.num_told:
         return
-    num = len(rows.work) if is_by_request else rows.starts[-1]
-    if site not in result:
-        result[site] = SiteRows(
-            values.new_zeros(num, values.shape[1]), torch.zeros(num, dtype=torch.bool), is_by_request
-        )
-    if result[site].values.shape == (num, values.shape[1]):
-        result[site].values[places[there]] = values[there.to(values.device)]
-        result[site].is_known[places[there]] = True
-        if not is_by_request:
-            result[site].is_known[[*rows.ambiguous]] = False
+    if site not in result and places.are_all:
+        result[site] = SiteRows(values, torch.ones(places.num_rows, dtype=torch.bool), is_by_request)
+    else:
+        if site not in result:
+            empty = values.new_zeros(places.num_rows, values.shape[1])
+            result[site] = SiteRows(empty, torch.zeros(places.num_rows, dtype=torch.bool), is_by_request)
+        if result[site].values.shape != (places.num_rows, values.shape[1]):
+            return
+        result[site].values[places.rows] = values[places.told.to(values.device)]
+        result[site].is_known[places.rows] = True
+    if rows.ambiguous and not is_by_request:
+        result[site].is_known[[*rows.ambiguous]] = False
 
 
 def _is_reordered(shown: SiteRows, alone: SiteRows, start: int) -> bool:

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -142,8 +143,9 @@ class SiteWatcher:
 
     def returned(self, value: Any) -> None:
         """Show what the step returns."""
-        for place, tensor in enumerate(_tensors(value)):
-            self._show(Site("", 0, RETURNED, place=place), tensor)
+        with _disable_current_modes():
+            for place, tensor in enumerate(_tensors(value)):
+                self._show(Site("", 0, RETURNED, place=place), tensor)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         path = self._names.get(module) or type(module).__name__
@@ -162,22 +164,28 @@ class SiteWatcher:
             with _disable_current_modes():
                 self._on_ids(lookup, ids.detach().to("cpu", copy=True), makes_numbers)
             if self._lookups is not None:
-                self._calls.clear()
-                for running in self._path:
-                    running.begin_again()
-                    self._calls[running.path] = 1
+                self.begin_again()
+
+    def begin_again(self) -> None:
+        """Count calls from here on: a step or a forward begins."""
+        self._calls.clear()
+        for running in self._path:
+            running.begin_again()
+            self._calls[running.path] = 1
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         running = self._path.pop()
-        for place, tensor in enumerate(_tensors(output)):
-            self._show(Site(running.path, running.call, MODULE, place=place), tensor)
+        with _disable_current_modes():
+            for place, tensor in enumerate(_tensors(output)):
+                self._show(Site(running.path, running.call, MODULE, place=place), tensor)
 
     def operated(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Show the result of an operator, and what it has written into."""
-        running, what = self._path[-1], str(operator)
-        if self._wanted is not None and (running.path, what) not in self._wanted:
+        running, schema = self._path[-1], _schema_of(operator)
+        what = schema.name
+        if not schema.changes or (self._wanted is not None and (running.path, what) not in self._wanted):
             return
-        made, written = [*_made(operator, result)], [*_written(operator, args, kwargs)]
+        made, written = [*_made(schema, result)], [*_written(schema, args, kwargs)]
         line = _line() if made or written else ""
         self._look_up(running.path, what, (args, kwargs), line, makes_numbers=bool(made))
         if not made and not written:
@@ -198,8 +206,7 @@ class SiteWatcher:
 
     def _show(self, site: Site, tensor: torch.Tensor) -> None:
         if self._only is None or site in self._only:
-            with _disable_current_modes():
-                self._see(site, tensor.detach())
+            self._see(site, tensor.detach())
 
 
 class _Running:
@@ -228,23 +235,47 @@ class _Mode(TorchDispatchMode):
         return result
 
 
-def _made(operator: Any, result: Any) -> Iterator[torch.Tensor]:
+class _Schema(NamedTuple):
+    """What an operator declares."""
+
+    name: str
+    is_new: tuple[bool, ...]
+    """Of each result, whether it is a tensor of its own, and no view."""
+    written: tuple[tuple[int, str], ...]
+    """Place and name of the arguments that it writes into."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether it makes or changes a tensor: most operators are views."""
+        return any(self.is_new) or bool(self.written)
+
+
+@cache
+def _schema_of(operator: Any) -> _Schema:
+    schema = operator._schema
+    written = (
+        (place, declared.name)
+        for place, declared in enumerate(schema.arguments)
+        if declared.alias_info is not None and declared.alias_info.is_write
+    )
+    return _Schema(str(operator), tuple(item.alias_info is None for item in schema.returns), tuple(written))
+
+
+def _made(schema: _Schema, result: Any) -> Iterator[torch.Tensor]:
     """Yield the results that are tensors of their own."""
-    returns = operator._schema.returns
-    if not returns:
+    if not schema.is_new:
         return
     results = result if isinstance(result, tuple | list) else (result,)
-    declared = returns if len(returns) == len(results) else returns * len(results)  # a list is declared once
-    for value, item in zip(results, declared, strict=True):
-        if item.alias_info is None:
+    is_new = schema.is_new if len(schema.is_new) == len(results) else schema.is_new * len(results)  # a list: once
+    for value, is_own in zip(results, is_new, strict=True):
+        if is_own:
             yield from _tensors(value)
 
 
-def _written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the arguments that an operator writes into, by its schema."""
-    for place, declared in enumerate(operator._schema.arguments):
-        if declared.alias_info is not None and declared.alias_info.is_write:
-            yield from _tensors(args[place] if place < len(args) else kwargs.get(declared.name))
+def _written(schema: _Schema, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the arguments that an operator writes into."""
+    for place, name in schema.written:
+        yield from _tensors(args[place] if place < len(args) else kwargs.get(name))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -283,12 +314,17 @@ def _line() -> str:
     frame = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         name = frame.f_code.co_filename
-        if not any(part in name for part in _NOT_THE_ENGINE):
+        if _is_of_the_engine(name):
             return f"{name}:{frame.f_lineno}"
         if frame.f_back is None:
             break
         frame = frame.f_back
     return ""
+
+
+@cache
+def _is_of_the_engine(file: str) -> bool:
+    return not any(part in file for part in _NOT_THE_ENGINE)
 
 
 _DEPTH = 3

@@ -17,7 +17,7 @@ from harness.engines.by_content.columns import (
     limit_of_same,
     relative_error,
 )
-from harness.engines.by_content.finder import TapFinder, TapNames, in_place_of
+from harness.engines.by_content.finder import TapFinder, TapNames, have_one_size, in_place_of
 from harness.engines.by_content.forwards import SiteRows
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.named import named_columns
@@ -69,6 +69,8 @@ _NO_VALUES = (Kind.CACHE, Kind.STATE, Kind.CHOICE)
 _CERTAIN = (TapEvidence.DEFINITION, TapEvidence.NAMED)
 _MOST_CANDIDATES = 24
 _MOST_TRIALS = 200
+_AT_ONCE = 8
+"""Trials in one forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,54 +209,60 @@ class LaterSteps:
 
     def _find_by(self, reader: Operation, lost: Sequence[Operation]) -> None:
         """Take the tensors for inputs of an operation from which HF computes what the engine has for it."""
-        candidates = [self._candidates(operation, reader) for operation in lost]
-        for chosen in islice(product(*candidates), _MOST_TRIALS):
-            taken = dict(zip((op.tap for op in lost), chosen, strict=True))
-            if self._is_computed_from(reader, taken):
-                for tap, read in self._nearest_of_exchanged(reader, taken).items():
-                    self._take(tap, [read], TapEvidence.CONSUMERS)
-                if reader.tap not in self.taps:
-                    self._take(reader.tap, self._pending[reader.tap][-1:], TapEvidence.CONTENT)
-                return
+        chosen = islice(product(*(self._candidates(operation, reader) for operation in lost)), _MOST_TRIALS)
+        trials = [dict(zip((op.tap for op in lost), reads, strict=True)) for reads in chosen]
+        for taken in self._computing(reader, trials):
+            if any(self._computing(reader, self._without_each(taken))):
+                continue  # the operation does not depend on one of them
+            for tap, read in self._nearest_of_exchanged(reader, taken).items():
+                self._take(tap, [read], TapEvidence.CONSUMERS)
+            if reader.tap not in self.taps:
+                self._take(reader.tap, self._pending[reader.tap][-1:], TapEvidence.CONTENT)
+            return
 
-    def _is_computed_from(self, reader: Operation, taken: Mapping[str, _Read]) -> bool:
-        """Whether HF computes from tensors what the engine has, and would not if one of them were zero."""
+    @staticmethod
+    def _without_each(taken: Mapping[str, _Read]) -> list[dict[str, _Read]]:
+        return [{**taken, tap: replace(read, rows=torch.zeros_like(read.rows))} for tap, read in taken.items()]
 
-        def error_of(inputs: Mapping[str, _Read]) -> float:
-            return self._errors_with(reader, inputs).get(reader.tap, inf)
-
-        without = ({**taken, tap: replace(read, rows=torch.zeros_like(read.rows))} for tap, read in taken.items())
-        return error_of(taken) <= self._held and all(error_of(item) > self._held for item in without)
+    def _computing(self, reader: Operation, trials: Sequence[Mapping[str, _Read]]) -> Iterator[Mapping[str, _Read]]:
+        """Yield the tensors from which HF computes what the engine has for an operation."""
+        for begin in range(0, len(trials), _AT_ONCE):
+            part = trials[begin : begin + _AT_ONCE]
+            for taken, errors in zip(part, self._errors_with(reader, part), strict=True):
+                if errors.get(reader.tap, inf) <= self._held:
+                    yield taken
 
     def _nearest_of_exchanged(self, reader: Operation, taken: Mapping[str, _Read]) -> Mapping[str, _Read]:
         """Return the same tensors for taps as HF's values are nearest to: a sum is the same in any order."""
-        if len(taken) == 1:
+        if len(taken) == 1 or len({read.rows.shape for read in taken.values()}) > 1:
             return taken
-        best, least = taken, inf
-        for order in permutations(taken.values()):
-            exchanged = dict(zip(taken, order, strict=True))
-            if any(exchanged[tap].rows.shape != read.rows.shape for tap, read in taken.items()):
-                continue
-            errors = self._errors_with(reader, exchanged)
-            if errors.get(reader.tap, inf) <= self._held and (error := sum(errors[tap] for tap in exchanged)) < least:
-                best, least = exchanged, error
-        return best
+        orders = [dict(zip(taken, order, strict=True)) for order in permutations(taken.values())]
+        errors = self._errors_with(reader, orders)
+        same = [at for at, item in enumerate(errors) if item.get(reader.tap, inf) <= self._held]
+        return orders[min(same, key=lambda at: sum(errors[at][tap] for tap in taken), default=0)]
 
-    def _errors_with(self, reader: Operation, taken: Mapping[str, _Read]) -> dict[str, float]:
-        """Return how far tensors are from HF's values, of taps that take them and of the operation that reads them."""
-        errors: dict[str, float] = {}
+    def _errors_with(self, reader: Operation, trials: Sequence[Mapping[str, _Read]]) -> list[dict[str, float]]:
+        """Return how far tensors are from HF's values, of taps that take them and of the operation that reads them.
+
+        One forward has a request for each trial.
+        """
+        errors: list[dict[str, float]] = [{} for _ in trials]
 
         def look(operation: Operation, value: torch.Tensor) -> torch.Tensor | None:
-            read = taken.get(operation.tap) or self._best_read(operation.tap)
-            if read is None:
+            reads = [taken.get(operation.tap) or self._best_read(operation.tap) for taken in trials]
+            pairs = [(read, part) for read, part in zip(reads, value.chunk(len(trials)), strict=True) if read]
+            if not pairs:
                 return None
-            if operation.tap in taken or operation.tap == reader.tap:
-                errors[operation.tap] = relative_error(read.rows, value[-len(read.rows) :])
+            if operation.tap in trials[0] or operation.tap == reader.tap:
+                for of_trial, (read, part) in zip(errors, pairs, strict=True):
+                    of_trial[operation.tap] = relative_error(read.rows, part[-len(read.rows) :])
             if operation.tap == reader.tap:
                 raise EndOfRun
-            return in_place_of(value, read.rows)
+            return torch.cat([in_place_of(part, read.rows) for read, part in pairs])
 
-        run_hf(self._hf, self._ids, look)
+        following = [] if self._hf.mtp is None else self._hf.mtp.following
+        with self._hf.followed_by([*following] * len(trials)):
+            run_hf(self._hf, self._ids.repeat(len(trials), 1), look)
         return errors
 
     def _prefer_content(self) -> None:
@@ -321,14 +329,16 @@ class LaterSteps:
     def _candidates(self, operation: Operation, reader: Operation) -> list[_Read]:
         """Return what may be an operation's value, each once: what is like another layer's sources first.
 
-        For a norm that reads it these alone: it makes the same of all multiples of a value.
+        A norm makes the same of all multiples of a value: where one reads it, any tensor of its width is no candidate.
         """
         sites = list(self._prefill)
         known = [at for tap in operation.inputs if (at := self._place(tap)) is not None]
         between = sites[max(known, default=0) + 1 : self._place(reader.tap)]
-        others: Iterable[_Read] = ()
-        if reader.kind is not Kind.NORM:
-            others = (*self._pending.get(operation.tap, ()), *self._whole(operation, reversed(between)))
+        pending = self._pending.get(operation.tap, ())
+        if reader.kind is Kind.NORM:
+            others = [read for read in pending if not have_one_size(read.rows)]
+        else:
+            others = [*pending, *self._whole(operation, reversed(between))]
         reads: list[_Read] = []
         for read in (*map(self._read, self._like(operation)), *others):
             if read is not None and not any(torch.equal(read.rows, earlier.rows) for earlier in reads):

@@ -292,7 +292,7 @@ def _refuse_twice(before: Place, shown: str) -> None:
     )
 
 
-_PADDED = "if it pads its input, cut the rows out with an adapter: StepRows(kept=...), docs/check-your-torch-engine.md"
+_PADDED = "if it pads its input, give it a method step(work): token ids tell its rows, docs/check-any-engine.md"
 _NOT_CALLED = "call the module itself, module(x): hooks see neither module.forward(x) nor a use of its weight"
 
 

@@ -10,8 +10,8 @@ import vllm
 
 from harness.engines.adapter import Capabilities, Workload, engine_refusals
 from harness.engines.module_settings import settings_of_modules
-from harness.engines.torch_modules import watched_calls
 from harness.errors import Code, HarnessError
+from harness.extensions.vllm.learned import LearnedTaps
 from harness.extensions.vllm.opening import (
     SCHEDULES,
     add_request,
@@ -28,8 +28,9 @@ from harness.formats.taps import Graph
 from harness.results.settings import ModelSettings
 
 _PROBE_TOKENS = 31
-"""Tokens of the request that is computed to see whether vLLM takes the model, and what its modules return: a number
-that sizes of models are no multiple of."""
+"""Tokens of the request that is computed to see whether vLLM takes the model."""
+_LEARNING = {"max_num_seqs": 96, "enable_prefix_caching": False}
+"""Limits of the engine from whose small steps the taps are learned."""
 
 
 class VllmEngine:
@@ -51,15 +52,14 @@ class VllmEngine:
             HarnessError: ENGINE_CANNOT_SERVE, with what vLLM says.
         """
         self._arguments, self._options = base_arguments(folder, dtype, options), options
-        self._is_in_process = is_in_process
+        self._folder, self._dtype, self._is_in_process = folder, dtype, is_in_process
         self._graph: Graph | None = None
+        self._learned: LearnedTaps | None = None
         with self._opened({"max_num_seqs": 1}) as engine, engine_refusals("vLLM", folder):
             runner = model_runner(engine)
             vocab_size = runner.model_config.get_vocab_size()
             add_request(engine, 0, [at % vocab_size for at in range(1, _PROBE_TOKENS + 1)], 1)
-            with watched_calls(runner.get_model(), num_rows=_PROBE_TOKENS) as calls:
-                engine.step()  # some models are refused only here
-            (self._calls,) = calls
+            engine.step()  # some models are refused only here
             self._settings = settings_of_modules(dict(runner.get_model().named_modules()))
             self._block_size = int(runner.cache_config.block_size)
             self._num_groups = len(runner.kv_cache_config.kv_cache_groups)
@@ -76,17 +76,19 @@ class VllmEngine:
         return self._settings
 
     def match_taps(self, graph: Graph) -> None:
-        """See `TapMatcher`; which of them vLLM's modules show is found at each run, in the loaded model."""
+        """See `TapMatcher`: the taps are learned from small steps of a fresh engine's model runner."""
         self._graph = graph
+        with self._opened(_LEARNING) as engine:
+            self._learned = LearnedTaps.of(model_runner(engine), self._folder, graph, self._dtype)
 
     def run(self, workload: Workload, writer: RecordingWriter) -> None:
         """Run the workload on a fresh engine; see `Engine.run`."""
-        if self._graph is None:
+        if self._graph is None or self._learned is None:
             raise HarnessError(Code.ENGINE_FAILED, "the engine was not told the model's graph", where=self.name)
         limits = schedule_limits(workload, block_size=self._block_size, num_groups=self._num_groups)
         with (
             self._opened(limits, is_in_process=self._is_in_process) as engine,
-            self._recorded(engine, self._graph, workload, writer) as unsupported,
+            self._recorded(engine, self._graph, self._learned, workload, writer) as unsupported,
         ):
             self.capabilities = replace(self.capabilities, unsupported_taps=unsupported)
             for batch in workload.batches:
@@ -94,16 +96,16 @@ class VllmEngine:
 
     @contextmanager
     def _recorded(
-        self, engine: Any, graph: Graph, workload: Workload, writer: RecordingWriter
+        self, engine: Any, graph: Graph, learned: LearnedTaps, workload: Workload, writer: RecordingWriter
     ) -> Iterator[tuple[str, ...]]:
-        """Record what the block does, here or in vLLM's worker processes; yield what vLLM's modules do not show."""
+        """Record what the block does, here or in vLLM's worker processes; yield what is not shown."""
         requests = workload.all_requests
         if not self._is_in_process or workload.schedule.num_ranks > 1:
-            with recorded_workers(engine, graph, self._calls, requests, writer) as unsupported:
+            with recorded_workers(engine, graph, learned, requests, writer) as unsupported:
                 yield unsupported
             return
-        with VllmWatcher(model_runner(engine), graph, self._calls, requests, writer) as watcher:
-            yield watcher.unsupported_taps(graph)
+        with VllmWatcher(model_runner(engine), graph, learned, requests, writer) as watcher:
+            yield watcher.unsupported_taps()
 
     def open_session(self, *, max_num_tokens: int, max_num_seqs: int) -> VllmSession:
         """See `Steppable.open_session`; explicit options win. No request finds another's tokens in the cache."""

@@ -3,12 +3,12 @@
 Each rank records its own part in its process, the parts are merged, and a process that ends is named.
 """
 
+import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from multiprocessing.process import BaseProcess
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from harness.base.files import scratch_folder
 from harness.base.numerics import Numerics
+from harness.engines.by_content.scheduled import ForwardBatch, StepWatcher
+from harness.engines.paged_cache import PagedCache
 from harness.engines.process import watched_processes
-from harness.engines.torch_modules import Calls, ForwardBatch, PagedCache, StepWatcher, find_table
 from harness.errors import Code, HarnessError
+from harness.extensions.vllm.learned import LearnedTaps
 from harness.formats.checkpoint.quantised import cache_scales
 from harness.formats.recording import ModelInfo, Producer, Recording, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.recording.merge import merge_ranks
@@ -42,16 +44,16 @@ class VllmWatcher(StepWatcher):
     """Watches a `GPUModelRunner`, or one made of it; see `StepWatcher`."""
 
     def __init__(
-        self, runner: Any, graph: Graph, calls: Calls, requests: Sequence[RequestInfo], writer: RecordingWriter
+        self, runner: Any, graph: Graph, learned: LearnedTaps, requests: Sequence[RequestInfo], writer: RecordingWriter
     ) -> None:
         model = runner.get_model()
-        table = find_table(model, graph, fused_sizes=attrgetter("output_partition_sizes"), calls=calls)
-        shown = {tap for entry in table for tap in entry.taps}
-        # What a cache gives back is held to what was written. Where no module shows that, it would be held to HF's own,
-        # from which a router's tie may have led far away. A compiled model shows no module: its caches are all it has.
+        tap_map = learned.on_rank(model)
+        # What a cache gives back is held to what was written. Where no tensor shows that, it would be held to HF's own,
+        # from which a router's tie may have led far away. A compiled model shows no tensor: its caches are all it has.
         is_compiled = not runner.model_config.enforce_eager
+        shown = tap_map.taps.keys()
         caches = [cache for cache in _caches(runner, graph) if is_compiled or graph[cache.tap].inputs[0] in shown]
-        super().__init__(model, runner.sampler, table, requests, writer, caches=caches)
+        super().__init__(model, runner.sampler, tap_map, graph, requests, writer, caches=caches)
         self._runner, self._routers = runner, _routers(model, graph)
         groups = _attending_groups(runner)
         self._attending = {name for _, group in groups for name in group.layer_names}
@@ -67,7 +69,6 @@ class VllmWatcher(StepWatcher):
             requests=requests,
             starts=starts,
             positions=positions,
-            num_padded_rows=len(arguments["input_ids"]),
             slot_mapping=_slot_mapping(self._attending, starts[-1]),
             block_tables=self._block_tables(requests),
             block_size=self._block_size,
@@ -78,6 +79,11 @@ class VllmWatcher(StepWatcher):
         tables = self._runner.input_batch.block_table.block_tables
         rows = (table.get_numpy_array()[: len(requests)].tolist() for table in tables)
         return {str(group): dict(zip(requests, row, strict=True)) for group, row in enumerate(rows)}
+
+    def logits(self, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> torch.Tensor:
+        """See `StepWatcher.logits`."""
+        logits: torch.Tensor = named["logits"] if "logits" in named else arguments[0]
+        return logits
 
     def sampled_tokens(self, output: Any) -> torch.Tensor:
         """See `StepWatcher.sampled_tokens`."""
@@ -180,11 +186,9 @@ class RankRecorder:
     rank: int
     model_runner: Any
 
-    def harness_begin(
-        self, folder: str, graph: Mapping[str, Any], calls: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]
-    ) -> list[str]:
-        """Begin to record into `folder/rank-N`; return what the modules do not show."""
-        infos = [RequestInfo(**request) for request in requests]
+    def harness_begin(self, folder: str, told: bytes) -> list[str]:
+        """Begin to record into `folder/rank-N`; `told` are what `recorded_workers` packs. Return what is not shown."""
+        graph, learned, infos = pickle.loads(told)
         self.harness_resources = ExitStack()
         writer = RecordingWriter(
             Path(folder) / f"rank-{self.rank}",
@@ -197,10 +201,9 @@ class RankRecorder:
             infos,
         )
         self.harness_resources.enter_context(writer)
-        known = Graph.from_json(graph)
-        watcher = VllmWatcher(self.model_runner, known, Calls.from_json(calls), infos, writer)
+        watcher = VllmWatcher(self.model_runner, graph, learned, infos, writer)
         self.harness_resources.enter_context(watcher)
-        return list(watcher.unsupported_taps(known))
+        return list(watcher.unsupported_taps())
 
     def harness_end(self) -> None:
         """Finish the recording."""
@@ -212,13 +215,12 @@ EXTENSION = f"{RankRecorder.__module__}.{RankRecorder.__name__}"
 
 @contextmanager
 def recorded_workers(
-    engine: Any, graph: Graph, calls: Calls, requests: Sequence[RequestInfo], writer: RecordingWriter
+    engine: Any, graph: Graph, learned: LearnedTaps, requests: Sequence[RequestInfo], writer: RecordingWriter
 ) -> Iterator[tuple[str, ...]]:
-    """Record what the block does on every rank, merge it into `writer`, and yield what the modules do not show."""
-    plain = [request.model_dump() for request in requests]
+    """Record what the block does on every rank, merge it into `writer`, and yield what is not shown."""
+    told = pickle.dumps((graph, learned, list(requests)))  # as bytes, which vLLM sends as they are
     with scratch_folder(".ranks-", writer.path.parent) as folder:
-        plain_calls = calls.to_json()
-        unsupported = engine.collective_rpc("harness_begin", args=(str(folder), graph.to_json(), plain_calls, plain))
+        unsupported = engine.collective_rpc("harness_begin", args=(str(folder), told))
         yield tuple(unsupported[0])
         engine.collective_rpc("harness_end")
         with ExitStack() as stack:

@@ -13,8 +13,10 @@ from pathlib import Path
 SURFACE: Mapping[str, tuple[str, ...]] = {
     # Functions, classes and variables of the environment, by their module
     "": ("EngineArgs", "SamplingParams", "__version__"),
+    "config": ("set_current_vllm_config",),
     "distributed.parallel_state": ("cleanup_dist_env_and_memory",),
     "forward_context": ("get_forward_context",),
+    "v1.core.sched.output": ("NewRequestData", "SchedulerOutput"),
     "v1.engine.exceptions": ("EngineDeadError",),
     "v1.engine.llm_engine": ("LLMEngine",),
     "v1.kv_cache_interface": ("AttentionSpec",),
@@ -52,7 +54,15 @@ SURFACE: Mapping[str, tuple[str, ...]] = {
     # The model runner, and a step of it
     "v1.worker.gpu_model_runner:GPUModelRunner": (
         "get_model", "sampler", "dtype", "kv_cache_dtype", "model_config", "cache_config", "compilation_config",
-        "kv_cache_config", "input_batch", "query_start_loc",
+        "kv_cache_config", "input_batch", "query_start_loc", "max_num_reqs", "execute_model", "execute_model_state",
+        "sample_tokens", "vllm_config",
+    ),
+    "v1.core.sched.output:SchedulerOutput": (
+        "make_empty", "finished_req_ids", "scheduled_new_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens",
+    ),
+    "v1.core.sched.output:NewRequestData": (
+        "req_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "block_ids",
+        "num_computed_tokens", "lora_request",
     ),
     "v1.worker.gpu_input_batch:InputBatch": ("req_ids", "block_table"),
     "v1.worker.block_table:MultiGroupBlockTable": ("block_tables",),
@@ -68,7 +78,7 @@ SURFACE: Mapping[str, tuple[str, ...]] = {
     "config.model_arch:ModelArchitectureConfig": ("derived_max_model_len_and_key",),
     "config.cache:CacheConfig": ("block_size", "cache_dtype"),
     "config.compilation:CompilationConfig": ("static_forward_context",),
-    "v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups",),
+    "v1.kv_cache_interface:KVCacheConfig": ("kv_cache_groups", "num_blocks"),
     "v1.kv_cache_interface:KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
     "v1.kv_cache_interface:AttentionSpec": ("block_size",),
     # Its layers

@@ -206,7 +206,11 @@ class Unseen(OwnModel):
 @pytest.mark.parametrize(
     ("kind", "actual", "hint"),
     [
-        (Padded, "actual:   [16, 96]", "StepRows(kept=...), docs/check-your-torch-engine.md"),
+        (
+            Padded,
+            "actual:   [16, 96]",
+            "give it a method step(work): token ids tell its rows, docs/check-any-engine.md",
+        ),
         (Unseen, "actual:   it was not called", "hooks see neither module.forward(x) nor a use of its weight"),
     ],
 )

@@ -1,8 +1,7 @@
 """A live engine is checked without a table, sound and with faults; the table of the page says what is what."""
 
-import re
+from functools import partial
 from itertools import count, product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from harness.engines.by_content.learn import learn_map
 from harness.engines.by_content.rows import RequestWork
 from harness.engines.by_content.step_engine import StepEngine
 from harness.engines.module.forward import ModuleStepper
-from harness.engines.torch_modules import Entry, Fields, ModuleRecorder, Split, StepRows
 from harness.errors import Code, HarnessError
 from harness.oracle.model import load_model
 
@@ -276,32 +274,45 @@ class Logits(nn.Module):
         return self.inner(input_ids[0], batch | {"positions": slots, "slots": slots})[None]
 
 
-def test_the_map_says_what_the_table_of_the_page_says(fused_engine, checkpoints):
-    """No tap is given to a tensor that is another value: the page's table, by hand, is the truth."""
+def test_no_tap_is_given_to_a_tensor_that_is_another_value(fused_engine, checkpoints):
+    """Hooks on the toy's modules, by hand, are the truth."""
     engine, numbers = fused_engine(), count()
     hf = load_model(checkpoints / "qwen2-tiny", dtype=torch.float32)
     learned = learn_map(engine, hf, dtype=torch.float32, numbers=numbers)
-    work = [(next(numbers), PROMPTS[1], 0)]
+    work, by_hand = [(next(numbers), PROMPTS[1], 0)], {}
+    for path, module in engine.model.named_modules():
+        module.register_forward_hook(partial(keep_by_hand, by_hand, path))
     forwards, logits = run_step(engine, work, learned.teller, keep=lambda _forwards, _site, tensor: tensor.clone())
     shown = learned.teller.in_order(forwards, [RequestWork(PROMPTS[1], 0)])
-    read = {tap: values for tap, (values, _rows) in learned.read(shown, last=[13]).items()}
-    read[hf.graph.logits] = logits
-    by_hand = {}
-    writer = SimpleNamespace(begin_step=lambda **_step: None, tap=lambda tap, rows: by_hand.update({tap: rows.clone()}))
-    rows = StepRows(phase="prefill", request=[0] * 14, position=range(14), sampled_rows=[13], kept=range(14))
-    with ModuleRecorder(engine.model, _table_of_the_page()).step(writer, rows):
-        engine.step([(next(numbers), PROMPTS[1], 0)])
+    read = {tap: values for tap, (values, _rows) in learned.read(shown, last=[13]).items()} | {"lm_head": logits}
     assert set(read) == {hf.graph.canonical(tap) for tap in by_hand}
     for tap, value in by_hand.items():
         assert torch.equal(read[hf.graph.canonical(tap)], value.flatten(1)), tap
 
 
-def _table_of_the_page():
-    page = (Path(__file__).parents[4] / "docs" / "check-your-torch-engine.md").read_text()
-    (table,) = re.findall(r"^L = .*?^\)$", page, re.DOTALL | re.MULTILINE)
-    values = {"Entry": Entry, "Fields": Fields, "Split": Split}
-    exec(table, values)
-    return values["TABLE"]
+def keep_by_hand(kept, path, _module, _given, output):
+    """Keep what a module of the toy returns, without the row of padding: norms return the residual, too."""
+    layer, _, name = path.removeprefix("layers.").partition(".")
+    at = f"model.layers.{layer}."
+    values = [item.clone() for item in (output if isinstance(output, tuple) else (output,)) if item is not None]
+    rotary = f"model.layers.{sum('q_rope' in tap for tap in kept)}."  # one module serves all layers
+    names = {
+        "embed": ["model.embed_tokens"],
+        "norm": ["model.norm", "model.layers.2.output"],
+        "head": ["lm_head"],
+        "input_layernorm": [f"{at}input_layernorm", f"model.layers.{int(layer or 0) - 1 if name else 0}.output"],
+        "qkv_proj": [f"{at}self_attn.{part}_proj" for part in "qkv"],
+        "rotary": [f"{rotary}q_rope", f"{rotary}k_rope"],
+        "attn": [f"{at}attention"],
+        "o_proj": [f"{at}self_attn.o_proj"],
+        "post_attention_layernorm": [f"{at}post_attention_layernorm", f"{at}attn_residual"],
+        "gate_up_proj": [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"],
+        "act": [f"{at}mlp.act"],
+        "down_proj": [f"{at}mlp.down_proj"],
+    }.get(name or layer, [])
+    if name in ("qkv_proj", "gate_up_proj"):
+        values = values[0].split([128, 64, 64] if len(names) == 3 else [192, 192], dim=-1)
+    kept.update({tap: value[:14] for tap, value in zip(names, values, strict=False)})
 
 
 def rewinding(fused_engine, fused):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.engines.torch_modules.table import unfit
+from harness.errors import Code, HarnessError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class CacheLayout:
             row_shape: of a row, as the engine's writer takes it: (KV heads, head size).
 
         Raises:
-            HarnessError: BAD_MODULE_TABLE: an element is nowhere, or in two places.
+            HarnessError: BAD_CACHE_LAYOUT: an element is nowhere, or in two places.
         """
         num_elements = torch.Size(row_shape).numel()
         numbers = torch.arange(1, num_slots * num_elements + 1, device=cache.device).view(num_slots, *row_shape)
@@ -56,11 +56,13 @@ class CacheLayout:
         at = written.nonzero()[:, 0]
         places[written[at].clamp(max=numbers.numel())] = at
         if len(at) != numbers.numel() or bool((places[1:] < 0).any()):
-            raise unfit(
+            raise HarnessError(
+                Code.BAD_CACHE_LAYOUT,
                 "the cache does not keep each element in one place",
-                f"a cache of shape {list(cache.shape)}",
-                f"{numbers.numel()} elements of {num_slots} slots",
-                f"{len(at)} that were written",
+                where=f"a cache of shape {list(cache.shape)}",
+                expected=f"{numbers.numel()} elements of {num_slots} slots",
+                actual=f"{len(at)} that were written",
+                hint="give `CacheLayout.learn` the engine's writer of this cache, and rows of the shape that it takes",
             )
         return cls(places[1:].view(num_slots, num_elements), tuple(row_shape))
 

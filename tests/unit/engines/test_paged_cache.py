@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from harness.engines.torch_modules import CacheLayout
+from harness.engines.paged_cache import CacheLayout
 from harness.errors import Code, HarnessError
 
 SLOTS, HEADS, SIZE, BLOCK = 12, 2, 8, 4
@@ -63,7 +63,7 @@ def test_a_writer_that_loses_or_doubles_an_element(damage):
 
     with pytest.raises(HarnessError) as caught:
         CacheLayout.learn(cache, write, num_slots=SLOTS, row_shape=(HEADS, SIZE))
-    assert caught.value.code is Code.BAD_MODULE_TABLE
+    assert caught.value.code is Code.BAD_CACHE_LAYOUT
     assert torch.equal(cache, before)
 
 
