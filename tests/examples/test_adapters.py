@@ -19,9 +19,9 @@ PROTOCOLS = {"blocks": block_manager, "scheduler": scheduler}
 FILES = [(engine, name) for engine in ENGINES for name in PROTOCOLS]
 MOST_LINES = {"nano_vllm": 60, "mini_sglang": 60, "sglang": 140, "vllm": 85}
 OTHERS = {
-    *(Path("vllm", f"{name}.py") for name in ("pool", "by_content")),
-    *(Path("nano_vllm", f"{name}.py") for name in ("cpu_attention", "engine", "by_content")),
-    *(Path("sglang", f"{name}.py") for name in ("pool", "cpu", "engine", "by_content")),
+    Path("vllm", "pool.py"),
+    *(Path("nano_vllm", f"{name}.py") for name in ("cpu_attention", "engine")),
+    *(Path("sglang", f"{name}.py") for name in ("pool", "cpu", "engine")),
 }  # fmt: skip
 """What adapters of the suites import, and adapters of whole engines."""
 
@@ -56,21 +56,20 @@ def test_an_adapter_runs_where_its_engine_is_installed(engine: str, name: str, t
     assert "raised" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize(("engine", "most_lines"), [("nano_vllm", 70), ("sglang", 70), ("vllm", 90)])
-def test_an_engine_by_content_is_short_and_names_no_tensor(engine: str, most_lines: int) -> None:
-    text = (FOLDER / engine / "by_content.py").read_text()
+@pytest.mark.parametrize(("engine", "most_lines"), [("nano_vllm", 160), ("sglang", 200)])
+def test_an_adapter_of_a_whole_engine_is_short_and_names_no_tensor(engine: str, most_lines: int) -> None:
+    text = (FOLDER / engine / "engine.py").read_text()
     assert len(text.splitlines()) <= most_lines
     assert not {"o_proj", "down_proj", "gate_up_proj", "input_layernorm"} & set(re.findall(r"\w+", text))
 
 
-@pytest.mark.parametrize("module", ["engine", "by_content"])
-def test_nano_vllm_passes_with_every_tap(checkpoints: Path, module: str) -> None:
+def test_nano_vllm_passes_with_every_tap(checkpoints: Path) -> None:
     if importlib.util.find_spec("nanovllm") is None:
         pytest.skip("nanovllm is not installed")
     program = f"""
 from pathlib import Path
 import harness
-from {module} import open_engine
+from engine import open_engine
 
 folder = Path({str(checkpoints / "qwen3-tiny")!r})
 engine = open_engine(folder, dtype="bfloat16", device="cpu", options={{}})
