@@ -26,6 +26,8 @@ _ARGUMENT = -1
 """Place of an operator's argument."""
 _FACTOR = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten.linear.default": 0}
 """Index of the argument that is multiplied by weights. It is shown if it was written into since it was shown."""
+_UNINITIALISED = ("aten.empty", "aten.new_empty")
+"""Operators whose result is memory that was freed: it may hold a copy of any value. What is written there is shown."""
 _NOT_THE_ENGINE = ("/torch/", "/harness/engines/by_content/")
 _MOST_FRAMES = 40
 
@@ -258,7 +260,9 @@ def _schema_of(operator: Any) -> _Schema:
         for place, declared in enumerate(schema.arguments)
         if declared.alias_info is not None and declared.alias_info.is_write
     )
-    return _Schema(str(operator), tuple(item.alias_info is None for item in schema.returns), tuple(written))
+    is_empty = str(operator).startswith(_UNINITIALISED)
+    is_new = () if is_empty else tuple(item.alias_info is None for item in schema.returns)
+    return _Schema(str(operator), is_new, tuple(written))
 
 
 def _made(schema: _Schema, result: Any) -> Iterator[torch.Tensor]:
@@ -267,8 +271,8 @@ def _made(schema: _Schema, result: Any) -> Iterator[torch.Tensor]:
         return
     results = result if isinstance(result, tuple | list) else (result,)
     is_new = schema.is_new if len(schema.is_new) == len(results) else schema.is_new * len(results)  # a list: once
-    for value, is_own in zip(results, is_new, strict=True):
-        if is_own:
+    for value, is_tensor in zip(results, is_new, strict=True):
+        if is_tensor:
             yield from _tensors(value)
 
 

@@ -75,3 +75,14 @@ def test_an_operator_that_returns_nothing_shows_what_it_has_written_into():
 
     seen = [(site.what, tensor.tolist()) for site, tensor in watched(Writes(), torch.ones(2))]
     assert ("harness_tests.double.default", [2.0, 2.0]) in seen
+
+
+def test_memory_that_was_freed_is_not_shown_before_something_is_written_into_it():
+    class Fills(nn.Module):
+        def forward(self, x):
+            torch.empty_like(x).mul_(2)  # whatever was there
+            return torch.empty(2).copy_(x)
+
+    names = [site.what for site, _ in watched(Fills(), torch.ones(2))]
+    assert "aten.copy_.default" in names
+    assert not any("empty" in name for name in names)

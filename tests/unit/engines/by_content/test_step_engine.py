@@ -290,7 +290,7 @@ def test_no_tap_is_given_to_a_tensor_that_is_another_value(fused_engine, checkpo
         assert torch.equal(read[hf.graph.canonical(tap)], value.flatten(1)), tap
 
 
-def keep_by_hand(kept, path, _module, _given, output):
+def keep_by_hand(kept, path, _module, _arguments, output):
     """Keep what a module of the toy returns, without the row of padding: norms return the residual, too."""
     layer, _, name = path.removeprefix("layers.").partition(".")
     at = f"model.layers.{layer}."
