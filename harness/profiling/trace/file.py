@@ -1,6 +1,6 @@
-"""A trace on disk: a Chrome trace of torch or another program, plain or gzipped, or a database of Nsight Systems.
+"""A trace on disk: a Chrome trace, plain or gzipped, a database of Nsight Systems, or Perfetto's format.
 
-The text is cut into events first, and decoded a batch at a time.
+The text of a Chrome trace is cut into events first, and decoded a batch at a time.
 """
 
 import gzip
@@ -15,6 +15,7 @@ import numpy as np
 from harness.errors import Code, HarnessError
 from harness.profiling.trace.columns import Event, Trace, build_trace
 from harness.profiling.trace.nsight import is_nsight, read_nsight
+from harness.profiling.trace.perfetto import ENDINGS, is_perfetto, read_perfetto
 
 _BATCH = 1 << 14
 """Events that are decoded at once: few enough to be small beside the text, enough to make a batch cheap."""
@@ -22,7 +23,7 @@ _CHUNK_BYTES = 1 << 20
 _MOST_EXPANSION = 100
 """Largest content of a gzipped trace, in sizes of the file; traces of torch are 10 to 30 times as large."""
 GZIP_MAGIC = b"\x1f\x8b"
-_ENDINGS = (".json", ".json.gz", ".sqlite")
+_ENDINGS = (".json", ".json.gz", ".sqlite", *ENDINGS)
 """Of the traces in a folder."""
 
 
@@ -77,6 +78,8 @@ def read_trace(path: Path) -> Trace:
     """
     if is_nsight(path):
         return read_nsight(path)
+    if is_perfetto(path):
+        return read_perfetto(path)
     text = _read_text(path)
     if not bytes(text[:_CHUNK_BYTES]).strip():
         raise HarnessError(Code.TRACE_DAMAGED, "the trace is empty", where=path, hint="export it again")
