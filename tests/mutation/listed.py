@@ -19,8 +19,8 @@ LISTED: tuple[Mutant, ...] = (
     # `preempted` reached by an engine without a cache
     replaced(f"{_COMPARE}/triggers.py", "elif has_lost and not computed", "elif not computed"),
     # the variance over channels, or rows, dropped
-    replaced(f"{_COMPARE}/systematic.py", "_variance(rows) + _variance(channels)", "_variance(rows)"),
-    replaced(f"{_COMPARE}/systematic.py", "_variance(rows) + _variance(channels)", "_variance(channels)"),
+    replaced(f"{_COMPARE}/systematic.py", "_variances(rows) + _variances(channels)", "_variances(rows)"),
+    replaced(f"{_COMPARE}/systematic.py", "_variances(rows) + _variances(channels)", "_variances(channels)"),
     # the cache's read-back check switched off
     replaced(
         f"{_COMPARE}/cache.py",

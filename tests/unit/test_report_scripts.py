@@ -74,7 +74,12 @@ def test_what_a_script_takes_is_there(path, monkeypatch):
     ):  # a kernel is interpreted or compiled as it is imported, for all tests of the process
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     names = [*imported(path), *used_of_modules(path)]
-    missing = [f"{module}.{name}" for module, name in names if not is_there(module, name)]
+    try:
+        missing = [f"{module}.{name}" for module, name in names if not is_there(module, name)]
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in OURS:
+            raise
+        pytest.skip(f"needs {error.name}")
     assert not missing
 
 
