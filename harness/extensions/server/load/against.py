@@ -26,7 +26,7 @@ TIMES = ("ttft", "tpot", "e2e")
 class LoadComparison:
     """Two servers, A and B."""
 
-    IN_DOCUMENT: ClassVar = ("outcome", "is_slower")
+    IN_DOCUMENT: ClassVar = ("outcome", "is_slower", "is_conclusive")
     runs: tuple[LoadResult, ...]
     """A B B A of each block, in this order; up to the first whose answers are not right."""
     ratios: Mapping[str, PairedRatio]
@@ -41,7 +41,16 @@ class LoadComparison:
     @property
     def is_slower(self) -> bool:
         """Whether B takes longer in any of the times."""
-        return any(ratio.verdict is TimeVerdict.SLOWER for ratio in self.ratios.values())
+        return bool(self.named(TimeVerdict.SLOWER))
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether the noise lets any of the times be compared."""
+        return len(self.named(TimeVerdict.INCONCLUSIVE)) < len(self.ratios)
+
+    def named(self, verdict: TimeVerdict) -> list[str]:
+        """Return the times that have this verdict."""
+        return [name for name, ratio in self.ratios.items() if ratio.verdict is verdict]
 
 
 def compare_loads(
@@ -104,12 +113,20 @@ def comparison_text(result: LoadComparison, *, width: int) -> str:
     if not result.ratios:
         return load_text(result.runs[-1], width=width)
     before, after = result.runs[0], result.runs[1]
-    verdicts = {name: ratio.verdict for name, ratio in result.ratios.items()}
-    slower = [name for name, verdict in verdicts.items() if verdict is TimeVerdict.SLOWER]
-    head = f"SLOWER  B in {', '.join(slower)}" if slower else "NOT SLOWER  B in nothing that was measured"
     rows = [(name, _interval(pair.ratio), _interval(pair.noise), pair.verdict) for name, pair in result.ratios.items()]
     table = table_lines(rows, ("time", "B / A", "A / A", ""), ("left", "right", "right", "left"), legend=())
-    return blocks_text([[head], table, fact_lines(_facts(result, before, after), max(width, MIN_WIDTH))])
+    return blocks_text([[_headline(result)], table, fact_lines(_facts(result, before, after), max(width, MIN_WIDTH))])
+
+
+def _headline(result: LoadComparison) -> str:
+    unknown = result.named(TimeVerdict.INCONCLUSIVE)
+    left_out = f"; too much noise to tell: {', '.join(unknown)}" if unknown else ""
+    if result.is_slower:
+        return f"SLOWER  B in {', '.join(result.named(TimeVerdict.SLOWER))}{left_out}"
+    if not result.is_conclusive:
+        return "INCONCLUSIVE  too much noise: use more --blocks or --num-requests, or a quiet machine"
+    compared = [*result.named(TimeVerdict.SAME), *result.named(TimeVerdict.FASTER)]
+    return f"NOT SLOWER  B in {', '.join(compared)}{left_out}"
 
 
 def _interval(interval: Interval) -> str:
