@@ -107,8 +107,7 @@ class Effects:
         if truth.shape[1] < MIN_CHANNELS or not len(new):
             return
         if len(new) < len(truth):
-            at = new.to(truth.device)
-            truth, actual, slope = truth[at], actual[at], None if slope is None else slope[at]
+            truth, actual, slope = truth[new], actual[new], None if slope is None else slope[new]  # indices on the CPU
         size = max(1, _BLOCK_ELEMENTS // truth.shape[1])
         blocks = truth.split(size)
         if self.scale is None:
