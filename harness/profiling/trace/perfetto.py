@@ -21,8 +21,8 @@ _DELTA_CLOCKS = range(64, 128)
 
 
 def is_perfetto(path: Path) -> bool:
-    """Whether a file has one of the endings of Perfetto's format, which has no first bytes of its own."""
-    return path.name.endswith(ENDINGS)
+    """Whether a regular file has one of the endings of Perfetto's format, which has no first bytes of its own."""
+    return path.is_file() and path.name.endswith(ENDINGS)
 
 
 def read_perfetto(path: Path) -> Trace:

@@ -1,5 +1,7 @@
 """Traces in Perfetto's own format, written with Perfetto's package."""
 
+import os
+
 import pytest
 
 pytest.importorskip("perfetto", reason="the package perfetto is not installed")
@@ -95,3 +97,9 @@ def test_what_cannot_be_read_is_refused(tmp_path, content, code):
     with pytest.raises(HarnessError) as refused:
         read_trace(path)
     assert refused.value.code == code
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "run.pftrace")
+    with pytest.raises(HarnessError, match="not a regular file"):
+        read_trace(tmp_path / "run.pftrace")
