@@ -20,7 +20,7 @@ def inspect(
         typer.Argument(
             metavar="PATH",
             help="A .safetensors or .gguf file, a checkpoint (or the name of an embedded one), a recording, golden or "
-            "dump, a trace (.json, .json.gz) or a memory snapshot (.pickle).",
+            "dump, a trace (.json, .json.gz), a memory snapshot (.pickle), or the cache's folder.",
         ),
     ] = None,
     beside: Annotated[

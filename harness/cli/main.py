@@ -46,6 +46,7 @@ Exit status:
 \b
 Environment:
   HARNESS_CACHE      cache folder for goldens and hashes [default: ~/.cache/inference-harness]
+  HARNESS_CACHE_GB   GB above which the least recently used of it is evicted [default: half of the file system]
   HARNESS_TRACEBACK  set to 1 to print the traceback of an error
 """
 

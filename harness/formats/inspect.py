@@ -13,8 +13,9 @@ from tabulate import tabulate
 
 from harness.base.files import exists
 from harness.errors import Code, HarnessError, printable
-from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
+from harness.formats.checkpoint import CONFIG_NAME, Checkpoint, cache_dir
 from harness.formats.checkpoint.against_config import against_config
+from harness.formats.checkpoint.bound import cache_tables
 from harness.formats.checkpoint.checkpoint import INDEX_NAME, WEIGHTS_NAME, read_table
 from harness.formats.checkpoint.locate import at_hand, reader_of
 from harness.formats.recording.format import MANIFEST_NAME
@@ -42,17 +43,19 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     golden, or a folder of dumped tensors.
 
     Returns:
-        `kind` (`file`, `gguf`, `checkpoint`, `recording`, `golden` or `tensors`) and `path`. Of files and checkpoints
-        `files` (headers and tensors) and `totals`; of a checkpoint and a GGUF file also `config` and `against_config`
-        (`missing`, `unexpected`, `misshapen`, `tied`, or the reason why not compared), and of a checkpoint the sampling
-        defaults of `generation_config`, if it has some. Of recordings `summary`,
-        `requests`, `steps` by phase and `taps`; of dumps `tensors` and `left_out`.
+        `kind` (`file`, `gguf`, `checkpoint`, `recording`, `golden`, `tensors` or `cache`) and `path`. Of files and
+        checkpoints `files` (headers and tensors) and `totals`; of a checkpoint and a GGUF file also `config` and
+        `against_config` (`missing`, `unexpected`, `misshapen`, `tied`, or the reason why not compared), and of a
+        checkpoint the sampling defaults of `generation_config`, if it has some. Of recordings `summary`, `requests`,
+        `steps` by phase and `taps`; of dumps `tensors` and `left_out`; of the harness's cache `summary` and `parts`.
 
     Raises:
         HarnessError: NOT_A_CHECKPOINT, BAD_CONFIG, MISSING_SHARD, DAMAGED_SAFETENSORS, TENSORS_CONTRADICT_CONFIG
             where index and shards disagree, UNSUPPORTED_ARCHITECTURE; as the reader of what lies at `path`.
     """
     path = at_hand(Path(path))
+    if path.is_dir() and os.path.realpath(path) == os.path.realpath(cache_dir()):
+        return cache_tables(path)
     if (path / MANIFEST_NAME).is_file():
         return recording_tables(path)
     if path.is_dir():
@@ -222,7 +225,7 @@ def render_text(info: Mapping[str, Any]) -> str:
     parts = [f"{info['kind']} {info['path']}"]
     tables = [name for name in ("config", "generation_config", "summary") if name in info]
     parts += [_table(sorted(info[name].items()), [name, "value"]) for name in tables]
-    parts += [_rows(info[name]) for name in ("requests", "steps") if name in info]
+    parts += [_rows(info[name]) for name in ("requests", "steps", "parts") if name in info]
     parts += [_render_tokens(info)] if info.get("tokens") else []
     parts += [_rows([_shown_tap(tap) for tap in info["taps"]])] if "taps" in info else []
     parts += [_rows(info["tensors"])] if "tensors" in info else []

@@ -5,8 +5,10 @@ To hash gigabytes takes seconds, so files that did not change are hashed once.
 
 import hashlib
 import json
+import math
 import os
 import re
+import reprlib
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,12 +23,38 @@ def cache_dir() -> Path:
     """Return the folder for goldens and hashes: `$HARNESS_CACHE`, or `~/.cache/inference-harness`.
 
     It is made for the user alone: whoever writes to it decides what is right.
+
+    Raises:
+        HarnessError: as `cache_limit`, before anything is made that may take hours.
     """
+    cache_limit()
     chosen = os.environ.get("HARNESS_CACHE")
     folder = Path(chosen) if chosen else Path("~/.cache/inference-harness").expanduser()
     with suppress(OSError):  # whoever writes to it will say so
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
+
+
+def cache_limit() -> float | None:
+    """Return the bound of the cache in bytes, `$HARNESS_CACHE_GB` times 10^9; None without one.
+
+    Raises:
+        HarnessError: BAD_OPTION: it is no positive number.
+    """
+    text = os.environ.get("HARNESS_CACHE_GB")
+    if not text:
+        return None
+    try:
+        limit = float(text) * 1e9
+    except ValueError:
+        limit = math.nan
+    if limit > 0:
+        return limit
+    what, hint = "the bound of the cache is no size", "HARNESS_CACHE_GB=50, or inf to evict nothing"
+    expected = "a number of GB above 0"
+    raise HarnessError(
+        Code.BAD_OPTION, what, where="HARNESS_CACHE_GB", expected=expected, actual=reprlib.repr(text), hint=hint
+    )
 
 
 def embedded_cases() -> Path:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.base.files import parse_json, read_bytes
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.bound import Hold, hold
 from harness.formats.checkpoint.cache import FileStamp, files_digest, folder_digest
 from harness.formats.checkpoint.tokenizer import HFTokenizer, has_tokenizer
 from harness.formats.safetensors_header import Header, TensorEntry, read_header
@@ -191,7 +192,13 @@ class Checkpoint:
             hint = "pass the folder that holds config.json"
             not_a_checkpoint(f"the folder has no {CONFIG_NAME}", self.folder, hint)
         stamp = FileStamp.of(path)
+        _ = self._hold
         return *_read_config(path, stamp), stamp
+
+    @cached_property
+    def _hold(self) -> Hold | None:
+        """Of weights of another form, which stand in the cache."""
+        return hold(self.folder)
 
     @property
     def config(self) -> Mapping[str, Any]:

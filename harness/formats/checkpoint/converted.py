@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.base.files import json_digest, scratch_folder
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.bound import hold
 from harness.formats.checkpoint.cache import FileStamp
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, INDEX_NAME
 
@@ -44,6 +45,7 @@ def made_once(folder: Path, reader: str, write: Callable[[Path], Mapping[str, An
         HarnessError: CANNOT_WRITE; whatever `write` raises.
     """
     if (folder / MADE_FROM).is_file():
+        hold(folder)  # used now: it stays until its reader holds it
         return folder
     cache = folder.parent
     try:

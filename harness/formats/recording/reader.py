@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from harness.errors import Code, HarnessError
+from harness.formats.checkpoint.bound import Hold, hold
 from harness.formats.recording.check import PARTIAL, StepRules, check_digest, check_file, read_step_header, truncated
 from harness.formats.recording.format import DTYPES, MANIFEST_NAME
 from harness.formats.recording.manifest import (
@@ -64,6 +65,8 @@ class Recording:
         self.manifest_sha256 = manifest_sha256
         self.steps = steps
         self.taps = manifest.taps
+        self._hold: Hold | None = None
+        """Of a recording in the cache."""
 
     def with_names(self, aliases: Mapping[str, str]) -> Self:
         """Show taps under other names, from now on; of two taps that get one name the first is shown.
@@ -94,6 +97,7 @@ class Recording:
             HarnessError: NOT_A_RECORDING, BAD_MANIFEST, UNKNOWN_SCHEMA, STEP_MISSING, STEP_TRUNCATED, STEP_MALFORMED.
         """
         path = Path(path)
+        held = hold(path)
         manifest, digest = load_manifest(_manifest_path(path))
         rules = StepRules(manifest)
         small = _small_files(manifest.steps)
@@ -101,6 +105,7 @@ class Recording:
         for step in steps:
             step.check()
         recording = cls(path, manifest, steps, manifest_sha256=digest)
+        recording._hold = held
         if verify:
             recording._start_digests()
         return recording
