@@ -400,7 +400,7 @@ def engine_errors(engine: str) -> Iterator[None]:
             Code.ENGINE_FAILED,
             f"the engine raised {type(error).__name__}: {error}",
             where=engine,
-            hint="set HARNESS_TRACEBACK=1 to see where",
+            hint="; ".join([*getattr(error, "__notes__", ()), "set HARNESS_TRACEBACK=1 to see where"]),
         ) from error
 
 

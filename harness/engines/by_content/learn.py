@@ -1,6 +1,6 @@
 """Learns the map of an engine from a few small steps: which of its tensors are which of HF's values."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -34,6 +34,8 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _NUM_ALONE = 6
 """Tokens of a request that is alone in its step."""
 _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
+_FEW = (11, 13, 17, 19, 23)
+"""Lengths for an engine that frees nothing: what it learns from stays in its memory beside what is checked."""
 
 
 def learn_map(
@@ -75,6 +77,19 @@ class _Probes:
         self.stepper, self.hf, self.numbers, self.draw = stepper, hf, numbers, draw
         self.ahead = tokens_ahead(stepper)
         self.num_forwards: list[int] = []
+        self._open: list[int] = []
+        """Requests that have not ended."""
+
+    def begin(self) -> int:
+        """Return the number of a new request."""
+        self._open.append(next(self.numbers))
+        return self._open[-1]
+
+    def finish(self) -> None:
+        """End all requests. One whose step was refused, as an engine may refuse many at once, is unknown to it."""
+        while self._open:
+            with suppress(Exception):
+                finish(self.stepper, self._open.pop())
 
     def ids(self, num: int, avoided: Collection[int] = ()) -> list[int]:
         """Return unlike token ids."""
@@ -106,7 +121,7 @@ class _Probes:
         lookups = self._lookups(tokens[:2]) if shows_ids else set[Lookup]()
         teller = RowTeller(lookups, recomputes=recomputes(self.stepper))
         if teller.lookups:
-            alone = self.run(teller, [(next(self.numbers), tokens, 0)])
+            alone = self.run(teller, [(self.begin(), tokens, 0)])
             teller.learn(alone.forwards, alone.work)
             if teller.tell(alone.forwards, alone.work).ambiguous:
                 return RowTeller((), recomputes=recomputes(self.stepper))
@@ -114,9 +129,9 @@ class _Probes:
 
     def _lookups(self, tokens: Sequence[int]) -> set[Lookup]:
         """Return where an engine looks up the tokens of a request, which come one in each step."""
-        number = next(self.numbers)
+        number = self.begin()
         lookups = [find_lookups(self._integers(number, token, at), [token]) for at, token in enumerate(tokens)]
-        self.finish([number])
+        self.finish()
         return set.intersection(*map(set, lookups))
 
     def _integers(self, number: int, token: int, position: int) -> list[tuple[Lookup, torch.Tensor, bool]]:
@@ -125,11 +140,6 @@ class _Probes:
         work = [(number, [token], position)]
         watched_run(self.stepper, work, _nothing, only=(), lookups=None, on_ids=lambda *item: shown.append(item))
         return shown
-
-    def finish(self, numbers: Iterable[int]) -> None:
-        """End requests."""
-        for number in numbers:
-            finish(self.stepper, number)
 
 
 def _copied(_forwards: Sequence[StepForward], _site: Site, tensor: torch.Tensor) -> torch.Tensor:
@@ -142,12 +152,15 @@ def _nothing(_site: Site, _tensor: torch.Tensor) -> None:
 
 def _learn(probes: _Probes, dtype: torch.dtype, tap_names: Mapping[str, str] | None) -> TapMap:
     teller = probes.teller()
+    probes.finish()
     batch, refusal, several = _batch(probes, teller)
+    probes.finish()
     taps, uncertain, num_tensors = _taps(probes, teller, dtype, several, tap_names)
     if several:
         teller.learn_order_of_requests(several[0].forwards, several[0].work, several[0].returned)
     if not teller.lookups and batch is not StepBatch.ONE_REQUEST:
         batch = _assumed_batch(probes, teller, taps)
+        probes.finish()
     return TapMap(
         taps=taps,
         uncertain=uncertain,
@@ -168,12 +181,15 @@ def _taps(
 ) -> tuple[dict[str, MappedTap], dict[str, str], int]:
     """Find the taps in steps of requests of one token, and in those of a prompt and the token after it."""
     hf, pads = probes.hf, teller.pads
-    num_requests, num_tokens = _unmistakable(hf.graph)
+    lengths = _LENGTHS if hasattr(probes.stepper, "finish") else (*_FEW, *_LENGTHS)
+    num_requests, num_tokens = _unmistakable(hf.graph, lengths)
     ids, prompt = probes.ids(num_requests, pads), probes.ids(num_tokens + 1, pads)
-    number, end, after = next(probes.numbers), probes.after(0), [probes.after(token) for token in ids]
+    end, after = probes.after(0), [probes.after(token) for token in ids]
     singles = _steps_of_one_token(probes, teller, ids, after, together=bool(several))
+    number = probes.begin()
     prefill = probes.run(teller, [(number, prompt[:-1], 0)], following=[[prompt[-1], *end]])
     decode = probes.run(teller, [(number, prompt[-1:], num_tokens)], [prompt[:-1]], [end])
+    probes.finish()
     for step in (*singles, prefill, decode):
         if len(step.work) == 1:
             teller.learn(step.forwards, step.work)
@@ -196,9 +212,8 @@ def _taps(
 def _forget_reordered(probes: _Probes, teller: RowTeller, step: _Step) -> None:
     """Compute the prompts of a step alone; if it returned the same, forget the layouts in which its rows are others."""
     prompts = {at: list(item.tokens) for at, item in enumerate(step.work) if item.first == 0}
-    numbers = {at: next(probes.numbers) for at in prompts}
-    alone = {at: probes.run(teller, [(numbers[at], tokens, 0)]) for at, tokens in prompts.items()}
-    probes.finish(numbers.values())
+    alone = {at: probes.run(teller, [(probes.begin(), tokens, 0)]) for at, tokens in prompts.items()}
+    probes.finish()
     if all(relative_error(step.returned[at], one.returned[0]) <= LOOSE for at, one in alone.items()):
         teller.forget_reordered(step.forwards, step.work, {at: _rows_of(teller, one) for at, one in alone.items()})
 
@@ -206,12 +221,21 @@ def _forget_reordered(probes: _Probes, teller: RowTeller, step: _Step) -> None:
 def _steps_of_one_token(
     probes: _Probes, teller: RowTeller, ids: Sequence[int], after: Sequence[Sequence[int]], *, together: bool
 ) -> list[_Step]:
-    """Run many requests of one token: together in one step, or in a step for each."""
-    works: list[tuple[int, list[int], int]] = [(next(probes.numbers), [token], 0) for token in ids]
-    if together:
-        with suppress(Exception):  # an engine of fewer requests a step
-            return [probes.run(teller, works, following=after)]
-    return [probes.run(teller, [work], following=after[at : at + 1]) for at, work in enumerate(works)]
+    """Run many requests of one token: as many in a step as the engine takes, or each in a step of its own."""
+    steps, at, size = list[_Step](), 0, len(ids) if together else 1
+    while at < len(ids):
+        part = slice(at, at + size)
+        try:
+            work = [(probes.begin(), [token], 0) for token in ids[part]]
+            steps.append(probes.run(teller, work, following=after[part]))
+            at += size
+        except Exception:  # an engine of fewer requests a step, or without the memory for them
+            if size == 1:
+                raise
+            size = (size + 1) // 2
+        finally:
+            probes.finish()
+    return steps
 
 
 def _rows_of(teller: RowTeller, step: _Step) -> dict[Site, SiteRows]:
@@ -244,7 +268,7 @@ def _batch(probes: _Probes, teller: RowTeller) -> tuple[StepBatch, str | None, l
     """
     ids = probes.ids(13, avoided={0, *teller.pads})
     prompts = [ids[:2], ids[2:5], ids[5:6]]  # short ones: an engine may have little memory, and free none of it
-    numbers = [next(probes.numbers) for _ in prompts]
+    numbers = [probes.begin() for _ in prompts]
     try:
         first = probes.run(teller, [(number, tokens, 0) for number, tokens in zip(numbers, prompts, strict=True)])
     except Exception as error:  # an engine of one request a step
@@ -258,11 +282,10 @@ def _batch(probes: _Probes, teller: RowTeller) -> tuple[StepBatch, str | None, l
         second = probes.run(teller, decode, prompts)
         teller.learn(second.forwards, second.work)
         longer = [[*tokens, ids[6 + at]] for at, tokens in enumerate(prompts)]
-        numbers.append(next(probes.numbers))
+        numbers.append(probes.begin())
         mixed = [(numbers[2], [ids[9]], 2), (numbers[3], ids[10:12], 0), (numbers[0], [ids[12]], 3)]
         third = probes.run(teller, mixed, [longer[2], [], longer[0]])
         teller.learn(third.forwards, third.work)
-        probes.finish(numbers)
     except Exception:  # a padded batch that only becomes smaller
         return StepBatch.PADDED, None, [first]
     is_padded = any(len(forward.ids) > 1 and len(forward.ids) == len(first.work) for forward in first.forwards)
@@ -275,7 +298,7 @@ def _assumed_batch(probes: _Probes, teller: RowTeller, taps: Mapping[str, Mapped
     first = next((op.tap for op in hf.graph if op.tap in taps and not taps[op.tap].is_sampled_only), None)
     if first is None:
         return StepBatch.ONE_REQUEST
-    ids, source, numbers = probes.ids(12), taps[first].sources[0], [next(probes.numbers) for _ in range(3)]
+    ids, source, numbers = probes.ids(12), taps[first].sources[0], [probes.begin() for _ in range(3)]
 
     def fits(step: _Step, tokens: Sequence[int]) -> bool:
         rows = _rows_of(teller, step).get(source.site)
@@ -296,7 +319,6 @@ def _assumed_batch(probes: _Probes, teller: RowTeller, taps: Mapping[str, Mapped
     mixed = [(numbers[0], ids[8:9], 3), (numbers[2], ids[9:11], 0), (numbers[1], ids[11:], 5)]
     try:
         step = probes.run(teller, mixed, [ids[:3], [], ids[3:8]])
-        probes.finish(numbers)
     except Exception:  # an engine without prompts beside decode
         return StepBatch.PADDED
     is_mixed = teller.order is RowOrder.PACKED and fits(step, ids[8:])
@@ -338,8 +360,8 @@ def _random_ids(hf: HFModel, count: int, draw: int = 0) -> list[int]:
     return torch.randperm(hf.vocab_size, generator=generator)[:count].tolist()
 
 
-def _unmistakable(graph: Graph) -> tuple[int, int]:
-    """Return numbers of requests and of tokens that no dimension of the model has, nor the next ones."""
+def _unmistakable(graph: Graph, lengths: Sequence[int]) -> tuple[int, int]:
+    """Return numbers of requests and of tokens, out of some, that no dimension of the model has, nor the next ones."""
     sizes = {size for operation in graph for size in operation.shape}
-    free = [length for length in _LENGTHS if not sizes & {length, length + 1}] or list(_LENGTHS)
+    free = [length for length in lengths if not sizes & {length, length + 1}] or list(lengths)
     return free[1 % len(free)], free[0]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, count, takewhile
@@ -116,7 +117,9 @@ class StepEngine:
         """
         stepper, self._graph = self._first, graph
         hf = load_model(self._folder, dtype=torch.float32, stays=True, mtp=graph.has_mtp)
-        self.map = learned = learn_map(stepper, hf, dtype=self._dtype, numbers=self._numbers, tap_names=self._tap_names)
+        with _telling_what_stays(stepper):
+            learned = learn_map(stepper, hf, dtype=self._dtype, numbers=self._numbers, tap_names=self._tap_names)
+        self.map = learned
         if set(learned.taps) <= {graph.logits}:
             raise HarnessError(
                 Code.ENGINE_CANNOT_SERVE,
@@ -127,7 +130,10 @@ class StepEngine:
                 "token ids up outside of torch and in several forwards",
             )
         kept = self._kept(stepper, graph, learned)
-        places = self._places = find_places(stepper, hf, next(self._numbers))
+        number = next(self._numbers)
+        places = self._places = find_places(stepper, hf, number)
+        if hasattr(stepper, "states"):
+            finish(stepper, number)
         kept |= {tap for (at, name), tap in graph.states.items() if at is not None and places.get((at, name))}
         self.capabilities = Capabilities(
             schedules=tuple(_schedules(learned.batch, stepper, has_mtp=graph.has_mtp)),
@@ -151,7 +157,9 @@ class StepEngine:
             return set()
         with torch.no_grad():
             stepper.step(with_following(stepper, [(number, list(range(_NUM_KEPT)), 0)]))
-        return set(cache.read(number, _NUM_KEPT))
+        kept = set(cache.read(number, _NUM_KEPT))
+        finish(stepper, number)
+        return kept
 
     def resolved_settings(self) -> ModelSettings:
         """Return the settings that the engine shows, or else those of its torch modules; see `SettingsShower`."""
@@ -172,13 +180,28 @@ class StepEngine:
             has_hits = workload.schedule.trigger == "prefix_hit"
             cached = {request.id: run.begin(request) for request in batch} if has_hits else {}
             for work, ended in _steps(batch, workload, cached):
-                run.step(work)
+                with _telling_what_stays(stepper):
+                    run.step(work)
                 for request in ended:
                     run.finish(request)
         if run.num_outlived and not workload.is_served:
             self.capabilities = replace(
                 self.capabilities, notes=(*self.capabilities.notes, _outlived(workload, run.num_outlived))
             )
+
+
+@contextmanager
+def _telling_what_stays(stepper: Stepper) -> Iterator[None]:
+    """Note on what an engine raises that it frees no request: it may have run out of memory."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(stepper, "finish"):
+            error.add_note(
+                "it may be out of memory: without a method finish(request) it frees no request, not even those that "
+                "its tensors were learned from"
+            )
+        raise
 
 
 class _Run:

@@ -129,6 +129,49 @@ def test_a_hit_of_tokens_that_were_never_computed_is_wrong(prefix_engine, checkp
     assert run.first_divergence.tap == "model.layers.0.attention"
 
 
+class Freeing:
+    """Gives the blocks of a request that ends back to the engine."""
+
+    def __init__(self, engine, num_blocks, most=99):
+        self.engine, self.model, self.most = engine, engine.model, most
+        engine.free = engine.free[:num_blocks]
+
+    def step(self, work):
+        if len(work) > self.most:
+            raise ValueError("too many requests")
+        return self.engine.step(work)
+
+    def finish(self, request):
+        self.engine.free += [slot // 4 for slot in self.engine.slots.pop(request)[::4]]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("num_blocks", "most"), [(10, 99), (64, 5), (64, 1)])
+def test_an_engine_of_little_memory_is_learned_from_a_few_requests_at_once(fused, checkpoints, num_blocks, most):
+    engine = Freeing(fused.FusedEngine(checkpoints / "qwen2-tiny"), num_blocks, most)
+    result = check(engine, checkpoints, [SHARED])
+    result.assert_ok()
+    assert len(result.runs[0].taps) == 48
+    assert (len(engine.engine.free), engine.engine.slots) == (num_blocks, {})
+
+
+def test_what_an_engine_is_learned_from_leaves_room_where_nothing_is_freed(fused, checkpoints):
+    engine = fused.FusedEngine(checkpoints / "qwen2-tiny")
+    engine.free = engine.free[:40]
+    result = check(engine, checkpoints, [SHARED])
+    result.assert_ok()
+    assert len(result.runs[0].taps) == 48
+
+
+def test_an_engine_without_memory_is_told_what_it_lacks(fused, checkpoints):
+    engine = fused.FusedEngine(checkpoints / "qwen2-tiny")
+    engine.free = engine.free[:20]
+    with pytest.raises(HarnessError, match="pop from empty list") as caught:
+        check(engine, checkpoints, [SHARED])
+    assert caught.value.code is Code.ENGINE_FAILED
+    assert "finish(request)" in caught.value.hint
+
+
 @pytest.fixture
 def float8_engine(fused, checkpoints):
     """Return an engine whose cache is float8 with a scale; what it declares is set by keyword."""
