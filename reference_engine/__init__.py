@@ -12,8 +12,8 @@ The core is read in one sitting, in this order:
 
 What can be read later, or left out:
 
-- of requests: `control` (fork, rewind, suspend), `speculation` (drafts), `requests` (limits, parameters, text),
-  `scores` (penalties, log probabilities);
+- of requests: `control` (fork, rewind, suspend), `speculation` (drafts), `in_flight` (two steps at once), `requests`
+  (limits, parameters, text), `scores` (penalties, log probabilities);
 - of the model: `loader` (a checkpoint on its device), `checkpoint`, `families` (layers of few families, how a decoder
   is built), `lora`, `rope_types`, `cache_spec`;
 - of attention: `attention.backend` (the interface), `attention.sdpa` (the call of torch's kernel), the other backends;

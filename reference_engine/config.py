@@ -76,6 +76,11 @@ class EngineConfig:
     """Let torch.compile fuse what a layer does between its matrix products. The first steps then take a minute or so; a
     step with an observer runs as it is written. Meant for a GPU: on the CPU the compiler cannot read packed
     weights, and is slower without them."""
+    async_scheduling: bool = False
+    """Launch a decode step before the tokens that it continues are read: they stay on the device, and the host does its
+    work while the device computes. Tokens are the same (`in_flight` has what is waited for all the same, an observer
+    among it). Off: on a CPU it gains nothing, on a GPU it has not been timed, and a step's time as its caller measures
+    it is then that of parts of two."""
     debug_checks: bool = False
     """Verify the cache's invariants at every step, and fill freed blocks with NaN. Slow."""
 
@@ -107,7 +112,7 @@ class EngineConfig:
                 actual=0,
             )  # fmt: skip
         switches = ("enable_prefix_caching", "cuda_graphs", "watch_graphs", "fused_kernels", "compile_layers")
-        for name in (*switches, "debug_checks"):
+        for name in (*switches, "async_scheduling", "debug_checks"):
             self._check_boolean(name)
         if self.widen_weights is not None:
             self._check_boolean("widen_weights")

@@ -8,6 +8,7 @@ from itertools import count
 
 from reference_engine.config import EngineConfig
 from reference_engine.errors import RequestError
+from reference_engine.in_flight import StepInFlight
 from reference_engine.observer import Observer
 from reference_engine.requests.admission import Admission
 from reference_engine.requests.outputs import FinishReason
@@ -34,6 +35,8 @@ class RequestControl:
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = count()
         self._is_closed = False
+        self._in_flight: StepInFlight | None = None
+        """The step after the last one that was read; it may be dropped at any time."""
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request, text or token ids, and return its id.
@@ -84,6 +87,7 @@ class RequestControl:
             ConfigError: as `add_request`.
         """
         where, sequence = "LLMEngine.rewind", self._find(request_id, "LLMEngine.rewind")
+        self._in_flight = None
         first, last = sequence.num_prompt_tokens, sequence.num_tokens
         if not first <= num_tokens <= last:
             raise RequestError(
@@ -101,6 +105,7 @@ class RequestControl:
     def suspend(self, request_id: int) -> None:
         """Take a request out of the schedule and free its blocks; it keeps its tokens, and waits for `resume`."""
         self.scheduler.abort(self._find(request_id, "LLMEngine.suspend"))
+        self._in_flight = None
 
     def resume(self, request_id: int) -> None:
         """Queue a suspended request again: its tokens are computed anew, and it continues where it was."""
@@ -157,7 +162,7 @@ class RequestControl:
 
     def _drop_all(self) -> None:
         """Abort all requests without telling the observer: it may be the one that failed."""
-        observer, self.observer = self.observer, None
+        observer, self.observer, self._in_flight = self.observer, None, None
         for request_id in list(self._sequences):
             self.abort(request_id)
         self.observer = observer

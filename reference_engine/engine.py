@@ -16,6 +16,7 @@ from reference_engine.config import EngineConfig
 from reference_engine.control import Prompt, RequestControl
 from reference_engine.errors import RequestError
 from reference_engine.hooks.debug_checks import DebugChecks
+from reference_engine.in_flight import StepInFlight, can_be_read_late, rows_for_tokens
 from reference_engine.model_runner import ModelRunner
 from reference_engine.observer import Observer
 from reference_engine.prefix_cache import HashFunction, PrefixCache, sha256_digest
@@ -145,6 +146,7 @@ class LLMEngine(RequestControl):
             chunks, sampled = self._compute()
         except BaseException:
             self.speculation.drop_unscheduled([])  # a step that failed leaves nothing to verify
+            self._in_flight = None
             raise
         if not chunks:
             return []
@@ -189,15 +191,45 @@ class LLMEngine(RequestControl):
 
     def _compute(self) -> tuple[list[ScheduledChunk], Sampled]:
         """Compute one batch, drafts included; return its chunks and the choices at their sampled rows."""
+        if self.runner.can_run_ahead and self.observer is None and self.drafter is None:
+            return self._compute_ahead()
+        self._in_flight = None
+        chunks = self._schedule()
+        return chunks, self.runner.run(chunks, self.observer) if chunks else Sampled([], [])
+
+    def _compute_ahead(self) -> tuple[list[ScheduledChunk], Sampled]:
+        """Compute one batch as well, and launch the next one before the tokens are read, where that can be."""
+        step, self._in_flight = self._in_flight, None
+        if step is None or not step.live:
+            chunks = self._schedule()
+            if not chunks or not can_be_read_late(chunks):
+                return chunks, self.runner.run(chunks, None) if chunks else Sampled([], [])
+            step = StepInFlight.of(chunks, self.runner.launch(chunks))
+        self._in_flight = self._launch_next(step)
+        return step.read()
+
+    def _launch_next(self, step: StepInFlight) -> StepInFlight | None:
+        """Launch the step after one that has not been read; None where that one decides what it is."""
+        unread = step.continued
+        if not unread or not self.scheduler.admits_none(len(step.live)):
+            return None
+        with rows_for_tokens(unread):
+            chunks = self.scheduler.schedule_next([sequence for _, sequence in unread])
+            if chunks is None:
+                return None
+            if self._debug is not None:
+                self._debug.before_step(chunks, self.pool)
+            return StepInFlight.of(chunks, self.runner.launch(chunks, step.token_ids_R))
+
+    def _schedule(self) -> list[ScheduledChunk]:
+        """Return the chunks of the next step, whose blocks are allocated."""
         self.speculation.propose(self.scheduler.running, self.drafter)
         chunks = self.scheduler.schedule()
         self.speculation.drop_unscheduled(chunks)
         assert chunks or not self.has_unfinished(), "the oldest request can always take the blocks of the others"
-        if not chunks:
-            return [], Sampled([], [])
-        if self._debug is not None:
+        if chunks and self._debug is not None:
             self._debug.before_step(chunks, self.pool)
-        return chunks, self.runner.run(chunks, self.observer)
+        return chunks
 
     @staticmethod
     def _by_chunk(chunks: Seq[ScheduledChunk], sampled: Sampled) -> list[tuple[ScheduledChunk, list[_Choice]]]:

@@ -19,7 +19,7 @@ from reference_engine.loader import load_model
 from reference_engine.numerics import step_numerics
 from reference_engine.observer import Observer
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
-from reference_engine.sampler import Sampled, sample
+from reference_engine.sampler import Sampled, choose, sample
 from reference_engine.speculation import sampling_views
 from reference_engine.tensor_parallel import TensorParallel
 
@@ -54,6 +54,9 @@ class ModelRunner:
         self.backend, self.states, self.kernels = loaded.backend, loaded.states, loaded.kernels
         self.model, self.adapters = loaded.decoder, loaded.adapters
         self._decoder = self.kernels.decoder(self.model, self.backend)
+        has_cache = self.backend.cache is not None and self.states is None
+        self.can_run_ahead = config.async_scheduling and has_cache and ranks is None
+        """Whether steps can be launched with tokens that only the device has (`in_flight`)."""
         self._numerics = step_numerics if self.device.type == "cuda" else nullcontext
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -90,6 +93,19 @@ class ModelRunner:
         if observer is not None:
             observer.end_step(sampled.token_ids)
         return sampled
+
+    @torch.no_grad()
+    def launch(self, chunks: Seq[ScheduledChunk], before_R: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute chunks that have caught up without drafts, and return their tokens, [R] int64 on the device.
+
+        With `before_R`, int64, each chunk is one token, which holds the row of `before_R` that its token is in.
+        """
+        batch = self.batch(chunks, None)
+        if before_R is not None:
+            batch.token_ids_T.copy_(before_R.index_select(0, batch.token_ids_T))
+        logits_RV = self.forward(batch)
+        assert logits_RV is not None, "every chunk is sampled"
+        return choose(logits_RV, [chunk.sequence for chunk in chunks])
 
     @torch.no_grad()
     def read_back(self, sequence: Sequence, observer: Observer | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from reference_engine.block_manager import BlockManager
 from reference_engine.requests.sequence import ScheduledChunk, Sequence
@@ -54,6 +55,19 @@ class Scheduler:
         if len(chunks) + budget < self._max_num_batched_tokens:  # a request has more than one token
             chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
         return chunks
+
+    def schedule_next(self, sequences: Seq[Sequence]) -> list[ScheduledChunk] | None:
+        """Choose the last token of each of these running requests; None where a block is missing."""
+        chunks = [ScheduledChunk(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in sequences]
+        for sequence, stop in ((chunk.sequence, chunk.stop) for chunk in chunks):
+            if stop > sequence.num_writable_tokens and not self._blocks.grow(sequence, stop):
+                return None
+        return chunks
+
+    def admits_none(self, num_sequences: int) -> bool:
+        """Tell whether so many requests are all that the next step can have, whichever of them end before it."""
+        is_full = len(self.running) >= self._max_num_seqs
+        return num_sequences == len(self.running) and (is_full or not self.waiting)
 
     def advance(self, chunks: list[ScheduledChunk]) -> None:
         """Record that chunks are computed, and publish full blocks to the prefix cache."""

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from reference_engine.errors import RequestError
 
 __all__ = ["SamplingParams"]
+
+_CHOSEN_ON_DEVICE = {
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "logit_bias", "seed", "stop_token_ids", "ignore_eos",
+    "cache_salt", "adapter",
+}  # fmt: skip
+"""Parameters under which a token follows from logits and numbers that are known before the token in front of it is.
+Those that end a request are among them: what was computed behind its end is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,8 @@ class SamplingParams:
     """Whether the likeliest token of the unchanged logits is all that is asked for."""
     stops_at_eos: bool = field(init=False)
     """Whether an end-of-sequence token ends the request."""
+    needs_host: bool = field(init=False)
+    """Whether the next token can depend on what the host has to do with the one before it."""
 
     def __post_init__(self) -> None:
         self._check_integer("max_new_tokens", minimum=1)
@@ -86,6 +95,8 @@ class SamplingParams:
         object.__setattr__(self, "is_plain", not is_changed and self.num_logprobs is None)
         stops_at_eos = self.forced_token_ids is None if self.ignore_eos is None else not self.ignore_eos
         object.__setattr__(self, "stops_at_eos", stops_at_eos)
+        others = [item for item in fields(self) if item.init and item.name not in _CHOSEN_ON_DEVICE]
+        object.__setattr__(self, "needs_host", any(getattr(self, item.name) != item.default for item in others))
 
     def _check_bias(self) -> None:
         bias = self.logit_bias

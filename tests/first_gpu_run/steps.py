@@ -72,6 +72,7 @@ STEPS = (
     )),
     Step(name="decode", usual_s=60, limit_s=90, fills="engine.md", commands=((
         *PYTHON, "-m", "tests.benchmarks.gpu_steps", 'decode("qwen3-8b", [1, 16])', 'kernels("qwen3-8b")',
+        'decode("qwen3-8b", [1, 16], async_scheduling=True)',
         'decode("qwen3-0.6b", [1, 16, 256])', 'host("qwen3-0.6b", 1)', 'host("qwen3-0.6b", 256)',
     ),)),
     Step(name="peers", usual_s=150, limit_s=240, fills="engine.md", commands=(
@@ -152,7 +153,8 @@ PRETENDED_STEPS = (
     Step(name="machine", usual_s=1, limit_s=60, commands=((*PYTHON, "-m", "pip", "--version"),)),
     Step(name="decode", usual_s=1, limit_s=400, commands=((
         *_pretended("tests.benchmarks.gpu_steps"), "sizes(prompt_len=9, num_tokens=4)",
-        f'decode("tiny", [1, 2], {_SMALL_ENGINE})', f'host("tiny", 1, {_SMALL_ENGINE})',
+        f'decode("tiny", [1, 2], {_SMALL_ENGINE})', f'decode("tiny", [1, 2], async_scheduling=True, {_SMALL_ENGINE})',
+        f'host("tiny", 1, {_SMALL_ENGINE})',
     ),)),
     Step(name="peers", usual_s=1, limit_s=600, commands=(
         _pretended("bench", "engine", *GPU, "--shape", "tiny", "--peer", "gpt-fast", "--peer", "hf-static", "--repeats",

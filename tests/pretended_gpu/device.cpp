@@ -17,6 +17,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <cmath>
@@ -24,6 +25,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <vector>
 
 namespace {
 using c10::Device;
@@ -40,12 +42,32 @@ thread_local bool is_capturing = false;
 thread_local int inside = 0;  // of an operation that runs on the host: its own copies are no waits
 int64_t bytes_now = 0, bytes_most = 0;
 
-void noteSync(const std::string& what) {
+// Copies to pinned memory that nobody has waited for: the host still reads 0xFF there.
+struct Late {
+  int64_t number;
+  at::Tensor to, value;
+};
+auto& late = *new std::vector<Late>();  // never destroyed: its tensors would outlive their allocator
+int64_t num_late = 0;
+
+void arrive(int64_t until) {
+  std::vector<Late> arrived;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto first = std::stable_partition(late.begin(), late.end(), [&](const Late& copy) { return copy.number > until; });
+    arrived.assign(first, late.end());
+    late.erase(first, late.end());
+  }
+  for (auto& copy : arrived) copy.to.copy_(copy.value);
+}
+
+void noteSync(const std::string& what, int64_t until = INT64_MAX) {
   if (inside) return;
   {
     std::lock_guard<std::mutex> lock(mutex);
     ++syncs[what];
   }
+  arrive(until);
   TORCH_CHECK(!is_capturing, "CUDA error: operation not permitted when stream is capturing (pretended: ", what, ")");
 }
 
@@ -179,6 +201,13 @@ at::Tensor& copyInto(at::Tensor& self, const at::Tensor& source, bool non_blocki
     // A copy from pageable memory is staged: of the host it asks no waiting, but a graph cannot hold it.
     if (waits) noteSync(source.is_cuda() ? "copy to the host" : "copy from pageable memory");
     TORCH_CHECK(inside || !is_capturing || source.is_cuda(), "a recorded copy from the host (pretended)");
+    if (source.is_cuda() && !waits && !inside && !is_capturing && self.is_non_overlapping_and_dense()) {
+      const at::Tensor value = onCpu(source).clone();
+      memset(self.data_ptr(), 0xFF, self.nbytes());
+      std::lock_guard<std::mutex> lock(mutex);
+      late.push_back({++num_late, self, value});
+      return self;
+    }
   }
   auto to = onCpu(self);
   to.copy_(onCpu(source));
@@ -336,6 +365,12 @@ at::Tensor emptyCpu(at::IntArrayRef size, std::optional<at::ScalarType> dtype, s
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::CPU);
   return at::detail::empty_generic(size, &pinned_allocator, keys, c10::dtype_or_default(dtype), format);
 }
+at::Tensor emptyStridedCpu(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                           std::optional<at::Layout>, std::optional<Device>, std::optional<bool> pin) {
+  if (!pin.value_or(false)) return at::detail::empty_strided_cpu(size, stride, c10::dtype_or_default(dtype), false);
+  constexpr c10::DispatchKeySet keys(c10::DispatchKey::CPU);
+  return at::detail::empty_strided_generic(size, stride, &pinned_allocator, keys, c10::dtype_or_default(dtype));
+}
 bool isPinnedCpu(const at::Tensor& self, std::optional<Device>) { return isPinned(self); }
 at::Tensor pinMemory(const at::Tensor& self, std::optional<Device>) {
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::CPU);
@@ -348,6 +383,7 @@ at::Tensor pinMemoryCuda(const at::Tensor& self, std::optional<Device>) {
 }
 TORCH_LIBRARY_IMPL(aten, CPU, m) {
   m.impl("empty.memory_format", &emptyCpu);
+  m.impl("empty_strided", &emptyStridedCpu);
   m.impl("is_pinned", &isPinnedCpu);
   m.impl("pin_memory", &pinMemory);
   m.impl("_pin_memory", &pinMemory);
@@ -364,6 +400,9 @@ TORCH_LIBRARY(pretended_gpu, m) {
   m.def("reset_peak() -> ()", []() { std::lock_guard<std::mutex> lock(mutex); bytes_most = bytes_now; });
   m.def("alias(Tensor x) -> Tensor", [](const at::Tensor& x) { return onCpu(x); });
   m.def("syncs() -> str[]", []() { std::lock_guard<std::mutex> lock(mutex); std::vector<std::string> all; for (auto& e : syncs) all.push_back(std::to_string(e.second) + " " + e.first); return all; });
+  m.def("num_late() -> int", []() { std::lock_guard<std::mutex> lock(mutex); return num_late; });
+  m.def("wait(str what, int until) -> ()", [](std::string what, int64_t until) { noteSync(what, until); });
+  m.def("arrive() -> ()", []() { arrive(INT64_MAX); });
   m.def("reset_syncs() -> ()", []() { std::lock_guard<std::mutex> lock(mutex); syncs.clear(); });
   m.def("seen() -> str[]", []() { std::lock_guard<std::mutex> lock(mutex); std::vector<std::string> all; for (auto& e : seen) all.push_back(std::to_string(e.second) + " " + e.first); return all; });
   m.def("install() -> ()", []() { c10::SetAllocator(DeviceType::CUDA, &device_allocator, 100); });

@@ -19,13 +19,13 @@ PROPERTIES = SimpleNamespace(
 
 
 class Event:
-    """Stands for `torch.cuda.Event`: the host's clock."""
+    """Stands for `torch.cuda.Event`: the host's clock, and the copies to the host that were begun before it."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self.at = 0.0
+        self.at, self.num_late = 0.0, 0
 
     def record(self, stream: Any = None) -> None:
-        self.at = time.perf_counter()
+        self.at, self.num_late = time.perf_counter(), torch.ops.pretended_gpu.num_late()
 
     def elapsed_time(self, end: "Event") -> float:
         return (end.at - self.at) * 1e3
@@ -33,7 +33,9 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        torch.ops.pretended_gpu.wait("event", self.num_late)
+
     def wait(self, stream: Any = None) -> None: ...
 
 
@@ -86,6 +88,7 @@ _current = [DEFAULT]
 def synchronize(device: Any = None) -> None:
     if torch.ops.pretended_gpu.is_capturing():
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing (pretended: synchronize)")
+    torch.ops.pretended_gpu.arrive()
 
 
 def memory(peak: bool = False) -> int:

@@ -90,7 +90,7 @@ def unseen_replays(launches: Launches) -> Iterator[list[Any]]:
         torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
 
 
-def counted(folder: Path, num_layers: int, num_requests: int) -> Counts:
+def counted(folder: Path, num_layers: int, num_requests: int, **asked: Any) -> Counts:
     from tests.pretended_gpu.device import waits
 
     torch.manual_seed(0)
@@ -100,8 +100,9 @@ def counted(folder: Path, num_layers: int, num_requests: int) -> Counts:
     )  # fmt: skip
     Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
     options = EngineConfig(
-        dtype="bfloat16", device="cuda", attention_backend="triton", max_model_len=32, max_num_seqs=2, num_blocks=8
-    )
+        dtype="bfloat16", device="cuda", attention_backend="triton", max_model_len=32, max_num_seqs=2, num_blocks=8,
+        **asked,
+    )  # fmt: skip
     launches = Launches()
     with unseen_replays(launches) as replayed, LLMEngine(folder, options) as engine:
         for request in range(num_requests):
@@ -169,6 +170,16 @@ def test_the_host_launches_the_same_however_many_layers_there_are(two_sizes: tup
 
 def test_the_host_waits_once(two_sizes: tuple[Counts, Counts]) -> None:
     assert [counts.waits for counts in two_sizes] == [{"copy to the host": 1}] * 2
+
+
+def test_a_step_in_flight_takes_two_more_launches_and_one_wait_for_the_step_before_it(tmp_path: Path) -> None:
+    """The rows that the tokens are in are looked up; the wait is for an event behind which a step is launched."""
+    counts = counted(tmp_path, 1, 2, async_scheduling=True)
+    assert counts.launched == {
+        "aten::_to_copy": 2, "aten::copy_": 3, "aten::fill_.Scalar": 1, "aten::max.dim": 1, "aten::index_select": 1,
+    }  # fmt: skip
+    assert counts.waits == {"event": 1}
+    assert counts.copied_bytes == 2 * 6 * 8
 
 
 def test_six_numbers_of_a_request_are_moved(two_sizes: tuple[Counts, Counts], request: pytest.FixtureRequest) -> None:
