@@ -8,6 +8,7 @@ What is imported here must be there in all of them: neither torch nor pydantic.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -89,8 +90,16 @@ def record(engine: Engine, run: RunDescription) -> None:
         HarnessError: ENGINE_FAILED, or what the engine or the recorder raises.
     """
     how = ", as served" if run.is_served else ""
+    if run.is_served:
+        _compile_again()
     with open_writer(engine, run) as writer, engine_errors(f"{run.engine}, schedule {run.schedule}{how}"):
         engine.run(run.workload, writer)
+
+
+def _compile_again() -> None:
+    """Let torch compile what has been watched: it never does again where a function once ran under a dispatch mode."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
 
 
 def open_writer(engine: Engine, run: RunDescription, *, schedule: str | None = None) -> RecordingWriter:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 GARBAGE = 77777
@@ -16,10 +16,11 @@ class CUDAGraph:
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
 
     def replay(self) -> None:
-        for operation, args, kwargs, fresh in self.calls:
-            made = made_anew(operation(*args, **kwargs), tensors((args, kwargs)))
-            for old, new in zip(fresh, made, strict=False):
-                host(old).copy_(host(new))
+        with _disable_current_modes():  # nobody sees into a replay
+            for operation, args, kwargs, fresh in self.calls:
+                made = made_anew(operation(*args, **kwargs), tensors((args, kwargs)))
+                for old, new in zip(fresh, made, strict=False):
+                    host(old).copy_(host(new))
 
     def reset(self) -> None:
         self.calls = []

@@ -54,18 +54,18 @@ class Counts:
 
 
 class Launches(TorchDispatchMode):
-    """Counts what is computed on the device, but for replays, and what is moved there."""
+    """Counts what is computed on the device, of which it does not see replays, and what is moved there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names, self.copied_bytes, self.is_replaying = Counter[str](), 0, False
+        self.names, self.copied_bytes = Counter[str](), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs, outputs = tensors((args, kwargs)), tensors(result)
         is_view = any(item.alias_info is not None and not item.alias_info.is_write for item in func._schema.returns)
         is_computed = not is_view and not func.name().startswith(MEMORY_ALONE)
-        if not self.is_replaying and is_computed and any(x.is_cuda for x in (*inputs, *outputs)):
+        if is_computed and any(x.is_cuda for x in (*inputs, *outputs)):
             self.names[func.name()] += 1
             moved = [x for x in inputs if not x.is_cuda] if any(x.is_cuda for x in outputs) else []
             self.copied_bytes += sum(x.nbytes for x in moved if x.dim())
@@ -73,17 +73,15 @@ class Launches(TorchDispatchMode):
 
 
 @contextmanager
-def unseen_replays(launches: Launches) -> Iterator[list[Any]]:
-    """Leave replays out; yields the graphs that were replayed."""
+def noted_replays() -> Iterator[list[Any]]:
+    """Yield a list, which gets the graphs that are replayed."""
     replayed, replay = list[Any](), torch.cuda.CUDAGraph.replay
 
-    def replayed_unseen(self: Any) -> None:
+    def noted(self: Any) -> None:
         replayed.append(self)
-        launches.is_replaying = True
         replay(self)
-        launches.is_replaying = False
 
-    torch.cuda.CUDAGraph.replay = replayed_unseen  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]
     try:
         yield replayed
     finally:
@@ -104,7 +102,7 @@ def counted(folder: Path, num_layers: int, num_requests: int, **asked: Any) -> C
         **asked,
     )  # fmt: skip
     launches = Launches()
-    with unseen_replays(launches) as replayed, LLMEngine(folder, options) as engine:
+    with noted_replays() as replayed, LLMEngine(folder, options) as engine:
         for request in range(num_requests):
             engine.add_request([5 + request, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
         for _ in range(2):  # the prompts, and a step that is recorded
