@@ -126,6 +126,9 @@ STEPS = (
         'decode("qwen3-8b", [1, 16], kv_cache_dtype="float8_e4m3fn")', 'workload("qwen3-0.6b")',
         'decode("qwen3-8b", [1], attention_backend="paged")',
     ),)),
+    Step(name="float8", usual_s=150, limit_s=300, fills="engine.md", commands=(
+        _bench("--shape", "qwen3-8b", "--repeats", "1", "--requests", "2", "--float8-weights", "--peer", "reference"),
+    )),
     Step(name="bench", usual_s=40, limit_s=120, fills="engine.md", commands=(
         _bench("--shape", "142m", "--peer", "hf-generate", "--peer", "hf-continuous"),
     )),

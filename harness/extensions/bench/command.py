@@ -63,6 +63,13 @@ def bench_engine(
             "engine. Repeatable. [default: the first three; on a GPU all but llamacpp]",
         ),
     ] = None,
+    float8_weights: Annotated[
+        bool,
+        typer.Option(
+            "--float8-weights",
+            help="Keep the engine's matrices in float8, in blocks of 128. Its peers get the same values in --dtype.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the weights and prompts.")] = 0,
     engine_option: opt.EngineOption = None,
     out: Annotated[
@@ -97,6 +104,7 @@ def bench_engine(
             engine=engine,
             peer_names=peer or (),
             engine_options=opt.parse_engine_options(engine_option),
+            has_float8_weights=float8_weights,
             progress=report,
         )
     if out is not None:

@@ -96,6 +96,12 @@ class BenchConfig:
     """Options of `engine`."""
     engine: str = "reference"
     """The engine that is compared with its peers."""
+    engine_folder: Path | None = None
+    """The checkpoint that `engine` reads, if it is one with the same values in another form."""
+
+    def folder_of(self, name: str) -> Path:
+        """Return the checkpoint that an engine reads."""
+        return self.engine_folder or self.folder if name == self.engine else self.folder
 
     def options_of(self, name: str) -> Mapping[str, str]:
         """Return the options of an engine; only the one that is compared with its peers has some."""

@@ -64,11 +64,11 @@ class EnginePeer:
         Raises:
             HarnessError: as `open_engine`; ENGINE_LACKS_METHOD.
         """
-        options = setting.options_of(name)
+        options, folder = setting.options_of(name), setting.folder_of(name)
         if name == OURS:
-            options = choose_backend(options, folder=setting.folder, device=setting.device).options
+            options = choose_backend(options, folder=folder, device=setting.device).options
             options = {**_reference_sizes(setting, options), **options}
-        engine = open_engine(name, setting.folder, dtype=setting.dtype, device=setting.device, options=options)
+        engine = open_engine(name, folder, dtype=setting.dtype, device=setting.device, options=options)
         self.name = name
         self._continuation = Continuation(engine, max_num_tokens=STEP_TOKENS, max_num_seqs=setting.max_requests)
         self.shows_steps = self._continuation.shows_steps

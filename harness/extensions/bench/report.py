@@ -11,7 +11,7 @@ from harness.base.environment import MachineInfo
 from harness.extensions.bench.agreement import Agreement
 from harness.extensions.bench.peer import OURS
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,8 @@ class BandwidthShare:
 
     workload: str
     batch_size: int
-    bytes_per_step: int
-    """Weights once, and the K and V of a step in the middle."""
+    bytes_per_step: Mapping[str, int]
+    """By engine, in the form that each keeps: weights once, and the K and V of a step in the middle."""
     shares: Mapping[str, float]
     """Bytes by median step time, over the copy bandwidth, by engine."""
     read_shares: Mapping[str, float]
@@ -176,9 +176,14 @@ def _bandwidth(result: BenchResult) -> str:
         )
     ]
     for share in result.shares:
-        megabytes = share.bytes_per_step / 1e6
-        shares = (f"{name} {value:.0%} ({share.read_shares[name]:.0%})" for name, value in share.shares.items())
-        what = f"share of copies (of reads), decode at {share.workload} ({megabytes:.0f} MB a step)"
+        megabytes = {name: f"{num_bytes / 1e6:.0f} MB" for name, num_bytes in share.bytes_per_step.items()}
+        is_same = len(set(megabytes.values())) == 1
+        shares = (
+            f"{name} {value:.0%} ({share.read_shares[name]:.0%}{'' if is_same else f', {megabytes[name]}'})"
+            for name, value in share.shares.items()
+        )
+        size = f"{next(iter(megabytes.values()))} a step" if is_same else "in the form that each keeps"
+        what = f"share of copies (of reads), decode at {share.workload} ({size})"
         lines.append(f"{what}: {', '.join(shares)}")
     for prefill in result.product_shares:
         shares = (f"{name} {value:.0%}" for name, value in prefill.shares.items())

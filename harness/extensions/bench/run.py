@@ -27,7 +27,7 @@ from harness.extensions.bench.peer import (
 )
 from harness.extensions.bench.peers import PEERS, OpenPeers, check_peer_names, open_peers, peer_groups
 from harness.extensions.bench.report import BandwidthShare, BenchResult, Measure, ProductShare, Rates
-from harness.extensions.bench.shape import Shape, Sizes, build_checkpoint, find_shape, sizes_of
+from harness.extensions.bench.shape import Shape, Sizes, build_checkpoint, find_shape, quantise_checkpoint, sizes_of
 from harness.formats.case import DTYPES
 from harness.formats.checkpoint import Checkpoint
 from harness.profiling.roofline import best_seconds, measure_ceilings
@@ -99,21 +99,27 @@ def run_bench(
     engine_options: Mapping[str, str],
     progress: Progress,
     engine: str = OURS,
+    has_float8_weights: bool = False,
 ) -> BenchResult:
     """Benchmark an engine and its peers on a model of a shape.
 
     Without a checkpoint the weights of the shape are random; `shape_name` is then its name, and else the user's name of
     the checkpoint. Without peer names the usual ones are timed. `num_requests` replaces the shape's number for the
-    uneven workload, and `batch_sizes` and `prompt_lens` those of the even ones.
+    uneven workload, and `batch_sizes` and `prompt_lens` those of the even ones. With float8 weights the engine reads
+    the matrices of a shape's layers in float8, and its peers the same values in `dtype`.
 
     Raises:
-        HarnessError: BAD_OPTION: a shape, dtype or peer is unknown. PEER_TOKENS_DIFFER: the engines disagree.
-            UNKNOWN_ENGINE; ENGINE_LACKS_METHOD: the engine cannot continue prompts.
+        HarnessError: BAD_OPTION: a shape, dtype or peer is unknown, or a checkpoint is to be in float8.
+            PEER_TOKENS_DIFFER: the engines disagree. UNKNOWN_ENGINE; ENGINE_LACKS_METHOD: the engine cannot continue
+            prompts.
     """
     sizes: Sizes = find_shape(shape_name) if checkpoint is None else sizes_of(checkpoint)
     check_peer_names(peer_names)
     _check_engine(engine, engine_options)
     _check_dtype(dtype)
+    if has_float8_weights and checkpoint is not None:
+        what = "a checkpoint of one's own is timed as it is"
+        raise HarnessError(Code.BAD_OPTION, what, where="--float8-weights", hint="leave out --model, or this option")
     workloads = _workloads(sizes, seed, num_requests, batch_sizes, prompt_lens)
     with (
         quiet_peers(),
@@ -124,6 +130,8 @@ def run_bench(
         if isinstance(sizes, Shape):
             build_checkpoint(sizes, temporary / "model", dtype=dtype, seed=seed, device=device)
             checkpoint = Checkpoint(temporary / "model")
+            if has_float8_weights:
+                quantise_checkpoint(temporary / "model", temporary / "float8")
         assert checkpoint is not None
         num_parameters = sum(entry.num_elements for entry, _ in checkpoint.tensors.values())
         setting = BenchConfig(
@@ -134,11 +142,13 @@ def run_bench(
             num_threads=torch.get_num_threads(),
             engine=engine,
             engine_options=engine_options,
+            engine_folder=temporary / "float8" if has_float8_weights else None,
             **_limits(workloads),
         )
         groups = peer_groups(peer_names, device, engine)
         timings = _run_groups(groups, workloads, setting, [engine, *peer_names], repeats, progress)
         backend = _reference_backend(timings, setting)
+        shares = _shares(timings, sizes, setting) if isinstance(sizes, Shape) else []
         machine = describe_machine(device)
     return BenchResult(
         shape=shape_name,
@@ -149,7 +159,7 @@ def run_bench(
         machine=machine,
         rates=timings.rates,
         measures=_measures(timings.timed, engine),
-        shares=_shares(timings, sizes, num_parameters, dtype) if isinstance(sizes, Shape) else [],
+        shares=shares,
         product_shares=_product_shares(timings, sizes, num_parameters) if isinstance(sizes, Shape) else [],
         agreements=timings.agreements,
         absent=timings.absent,
@@ -340,16 +350,14 @@ def _prefill_rate(workload: BenchWorkload, run: Generation) -> float:
     return workload.num_prompt_tokens / run.prefill_seconds
 
 
-def _shares(timings: Timings, shape: Shape, num_parameters: int, dtype: str) -> list[BandwidthShare]:
-    """Relate a decode step's bytes to its time; an embedding that is not the head is read by the row, for nothing."""
-    num_read = num_parameters - (0 if shape.is_tied else shape.vocab_size * shape.hidden_size)
+def _shares(timings: Timings, shape: Shape, setting: BenchConfig) -> list[BandwidthShare]:
+    """Relate a decode step's bytes to its time."""
     rates = Rates.median_of(timings.rates)
 
     def share(timed: Timed) -> BandwidthShare:
-        workload = timed.workload
-        num_cached = len(workload.prompts) * workload.mean_decode_context * shape.kv_elements_per_token
-        num_bytes = int((num_read + num_cached) * getattr(torch, dtype).itemsize)
-        rate = {name: num_bytes / seconds for name, seconds in _medians(timed, "decode_step_seconds").items()}
+        workload, seconds = timed.workload, _medians(timed, "decode_step_seconds")
+        num_bytes = {name: _step_bytes(name, workload, shape, setting) for name in seconds}
+        rate = {name: num_bytes[name] / seconds[name] for name in seconds}
         return BandwidthShare(
             workload=workload.name,
             batch_size=len(workload.prompts),
@@ -359,6 +367,20 @@ def _shares(timings: Timings, shape: Shape, num_parameters: int, dtype: str) -> 
         )
 
     return [share(timed) for timed in timings.timed[:-1]]
+
+
+def _step_bytes(name: str, workload: BenchWorkload, shape: Shape, setting: BenchConfig) -> int:
+    """Return what an engine reads in a step of decode: its checkpoint, and its K and V.
+
+    An embedding that is not the head is read by the row, for nothing.
+    """
+    itemsize: int = getattr(torch, setting.dtype).itemsize
+    cache_dtype = setting.options_of(name).get("kv_cache_dtype", "auto") if name == OURS else "auto"
+    cache_itemsize = itemsize if cache_dtype == "auto" else getattr(torch, cache_dtype).itemsize
+    num_cached = len(workload.prompts) * workload.mean_decode_context * shape.kv_elements_per_token
+    num_stored = sum(entry.num_bytes for entry, _ in Checkpoint(setting.folder_of(name)).tensors.values())
+    num_unread = 0 if shape.is_tied else shape.vocab_size * shape.hidden_size * itemsize
+    return num_stored - num_unread + int(num_cached * cache_itemsize)
 
 
 def _product_shares(timings: Timings, shape: Shape, num_parameters: int) -> list[ProductShare]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from torch.nn.functional import pad
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from harness.errors import Code, HarnessError
@@ -17,6 +18,7 @@ from harness.extensions.estimate.meta_model import read_config
 from harness.formats.checkpoint import Checkpoint
 
 WEIGHT_STD = 0.02
+FLOAT8_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,39 @@ def build_checkpoint(shape: Shape, folder: Path, *, dtype: str, seed: int, devic
     config.save_pretrained(folder)
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(meta.numel() for meta in parameters.values())
+
+
+def quantise_checkpoint(folder: Path, target: Path) -> None:
+    """Write the matrices of the layers in float8 to `target`, and give the checkpoint the same values.
+
+    They are in DeepSeek's form, `fp8`: each block of 128 outputs and inputs has a scale.
+    """
+    rounded = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors = dict(rounded)
+    for name, weight in rounded.items():
+        if ".layers." in name and weight.ndim == 2:
+            tensors[name], tensors[f"{name}_scale_inv"], rounded[name] = _in_float8(weight)
+    for place, values in ((folder, rounded), (target, tensors)):
+        config = Qwen3Config.from_pretrained(folder)
+        if place == target:
+            config.quantization_config = {
+                "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FLOAT8_BLOCK] * 2,
+            }  # fmt: skip
+        config.save_pretrained(place)
+        safetensors.torch.save_file(values, place / "model.safetensors", metadata={"format": "pt"})
+
+
+def _in_float8(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes [O, I], float32 scales [blocks, blocks], and what they stand for, [O, I] in the weight's dtype."""
+    num_outputs, num_inputs = weight_OI.shape
+    padding = (0, -num_inputs % FLOAT8_BLOCK, 0, -num_outputs % FLOAT8_BLOCK)
+    blocks = pad(weight_OI.float(), padding).unflatten(0, (-1, FLOAT8_BLOCK)).unflatten(2, (-1, FLOAT8_BLOCK))
+    scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    spread = scale[:, None, :, None]
+    codes = (blocks / spread).to(torch.float8_e4m3fn)
+    parts = (codes.view(torch.uint8), (codes.float() * spread).to(weight_OI.dtype))
+    code_OI, rounded_OI = (x.flatten(2).flatten(0, 1)[:num_outputs, :num_inputs].contiguous() for x in parts)
+    return code_OI.view(torch.float8_e4m3fn), scale, rounded_OI
 
 
 def _random(name: str, shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -212,10 +212,31 @@ def test_sizes_of_decode_and_peers_of_fixed_caches(harness):
     (rates,), share = ran.json["rates"], ran.json["shares"][0]
     step_s = ran.json["measures"][2]["medians"]["gpt-fast"] / 1000
     assert share["read_shares"]["gpt-fast"] == pytest.approx(
-        share["bytes_per_step"] / step_s / rates["read_bytes_per_second"]
+        share["bytes_per_step"]["gpt-fast"] / step_s / rates["read_bytes_per_second"]
     )
     products = ran.json["product_shares"][0]
     assert products["flops"] == 2 * 7 * (2 * (64 * 128 * 2 + 64 * 64 * 2 + 3 * 64 * 128 + 2 * 64 + 2 * 32) + 64)
+
+
+def test_bytes_are_those_of_the_form_that_each_engine_keeps(harness):
+    """Peers read the same values in the dtype: tokens are compared, and K and V in float8 would change some."""
+    sizes = ("--batch-size", "3", "--prompt-tokens", "7", "--requests", "2", "--dtype", "bfloat16", "--format", "json")
+    ran = harness(*TINY, "--float8-weights", "--peer", "hf-generate", *sizes)
+    assert (ran.status, ran.err) == (0, "")
+    in_layers, num_blocks = 2 * (64 * 128 * 2 + 64 * 64 * 2 + 3 * 64 * 128), 2 * 7
+    others, cached = 512 * 64 + 2 * (2 * 64 + 2 * 32) + 64, 3 * (7 + 4 / 2) * 2 * 2 * 2 * 32
+    assert ran.json["shares"][0]["bytes_per_step"] == {
+        "reference": in_layers + 4 * num_blocks + 2 * (others + cached),
+        "hf-generate": 2 * (in_layers + others + cached),
+    }  # fmt: skip
+    ran = harness(*TINY, "--engine-option", "kv_cache_dtype=float8_e4m3fn", "--peer", "reference", *sizes)
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.json["shares"][0]["bytes_per_step"] == {"reference": 2 * (in_layers + others) + cached}
+
+
+def test_float8_weights_are_a_shapes_own(harness):
+    ran = harness("bench", "engine", "--model", "qwen3-tiny", "--float8-weights", "--peer", "reference")
+    assert (ran.status, ran.err.split(":")[0]) == (2, Code.BAD_OPTION)
 
 
 def test_a_peer_that_computes_one_architecture_refuses_another(harness):

@@ -29,7 +29,7 @@ def result(*measures):
         measures=measures,
         shares=[
             BandwidthShare(
-                workload="batch 1", batch_size=1, bytes_per_step=5_000_000, shares={"reference": 0.5},
+                workload="batch 1", batch_size=1, bytes_per_step={"reference": 5_000_000}, shares={"reference": 0.5},
                 read_shares={"reference": 0.25},
             )
         ],
@@ -68,7 +68,7 @@ def test_the_page():
 def test_json_has_samples_and_what_follows_from_them():
     document = result(FASTER).json()
     (measure,) = document["measures"]
-    assert document["schema_version"] == 2
+    assert document["schema_version"] == 3
     assert measure["samples"]["reference"] == [30.0, 20.0, 40.0]
     assert (measure["medians"]["reference"], measure["advantages"]) == (30.0, [3.0, 1.0, 4.0])
 
