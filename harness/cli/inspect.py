@@ -20,7 +20,7 @@ def inspect(
         typer.Argument(
             metavar="PATH",
             help="A .safetensors or .gguf file, a checkpoint (or the name of an embedded one), a recording, golden or "
-            "dump, a trace (.json, .json.gz), a memory snapshot (.pickle), or the cache's folder.",
+            "dump, a trace (.json, .json.gz, .sqlite, .pftrace), a memory snapshot (.pickle), or the cache's folder.",
         ),
     ] = None,
     beside: Annotated[
@@ -158,7 +158,9 @@ def _compare_weights(first: str, second: str, before: str | None, local_files_on
 
 
 def _show(path: Path, format: str) -> int:
-    if path.name.endswith((".json", ".json.gz")):
+    from harness.profiling.trace.file import TRACE_ENDINGS
+
+    if path.name.endswith(TRACE_ENDINGS):
         from harness.profiling.trace.summary import summarize
 
         forms.TRACES.show([summarize(path, None)], format, peak_flops_per_s=None)

@@ -86,8 +86,9 @@ def device_lines(device: DeviceMemory) -> list[str]:
     if device.peak_bytes is None:
         lines.append("no history: torch.cuda.memory._record_memory_history() keeps it")
     else:
-        after = f"after {(device.peak_after_us or 0) / 1e3:,.2f} ms"
-        lines.append(f"peak {_mib(device.peak_bytes)} MiB {after}, in a history of {device.num_events:,} events")
+        after = "" if device.peak_after_us is None else f" after {device.peak_after_us / 1e3:,.2f} ms"
+        times = " without times" if device.peak_after_us is None else ""
+        lines.append(f"peak {_mib(device.peak_bytes)} MiB{after}, in a history of {device.num_events:,} events{times}")
     for title, kind in (("category", "category"), ("operation or module", "operation")):
         sums = _sums(device.at_peak, kind)
         lines += [f"at the peak by {title}, in MiB: {sums}"] if sums else []

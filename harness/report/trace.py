@@ -12,6 +12,7 @@ from harness.report.document import SCHEMA_VERSION, plain
 from harness.report.terminal import fitted_table
 from harness.results.trace import (
     CriticalPath,
+    DeviceActivity,
     FlameFrame,
     LinkKind,
     OperatorChange,
@@ -98,7 +99,7 @@ def _devices(summaries: Sequence[TraceSummary]) -> str:
             delay = f"{launches.delay_us_median:,.1f}"
             rows.append(
                 [
-                    *_cells(_trace_name(summary, summaries), device.span_us, busy, *idle_us),
+                    *_cells(_device_name(device, summary, summaries), device.span_us, busy, *idle_us),
                     *_cells(launches.num_launches, delay, launches.num_shorter_than_launch),
                     *(_cells(hidden.total_us, f"{hidden.hidden_share:.0%}") if hidden else ("-", "-")),
                 ]
@@ -123,14 +124,20 @@ def _trace_name(summary: TraceSummary, summaries: Sequence[TraceSummary]) -> str
     return _shown(f"…{name[begin:]}" if begin > 0 else name, _FILE_WIDTH)
 
 
+def _device_name(device: DeviceActivity, summary: TraceSummary, summaries: Sequence[TraceSummary]) -> str:
+    """Return the name of a trace, with that of the device if the trace has several."""
+    name = _trace_name(summary, summaries)
+    return f"{name} {_shown(device.name, _FILE_WIDTH)}" if len(summary.devices) > 1 else name
+
+
 def _waits_for_ranks(summaries: Sequence[TraceSummary]) -> str:
     """Return how long ranks wait for each other in collectives, by durations: no clock needs to agree with another.
 
     A collective ends for all at once. The rank that comes last is in it for the shortest time, and the others wait.
     """
-    of_devices = [[device.communication for device in summary.devices if device.communication] for summary in summaries]
-    sides = [{name: us for item in items for name, us in item.durations_us.items()} for items in of_devices]
-    if len(summaries) < 2 or not all(sides):
+    ranks = [(device, summary) for summary in summaries for device in summary.devices]
+    sides = [device.communication.durations_us if device.communication else {} for device, _ in ranks]
+    if len(ranks) < 2 or not all(sides):
         return ""
     names = [name for name in sides[0] if len({len(side.get(name, ())) for side in sides}) == 1]
     waits = [0.0] * len(sides)
@@ -139,7 +146,7 @@ def _waits_for_ranks(summaries: Sequence[TraceSummary]) -> str:
             waits = [wait + us - min(together) for wait, us in zip(waits, together, strict=True)]
     last, num_paired = waits.index(min(waits)), sum(len(sides[0][name]) for name in names)
     num_left = sum(len(us) for us in sides[0].values()) - num_paired
-    rows = [[_trace_name(summary, summaries), f"{wait:,.0f}"] for summary, wait in zip(summaries, waits, strict=True)]
+    rows = [[_device_name(*rank, summaries), f"{wait:,.0f}"] for rank, wait in zip(ranks, waits, strict=True)]
     whom = rows[last][0] if min(waits) < 0.5 * max(waits) else "each other in turn"
     text = f"in {num_paired:,} collectives that all have, ranks wait for {whom}, up to {max(waits) / 1e3:,.2f} ms"
     text += f"; {num_left:,} that not all have alike are left out" if num_left else ""
@@ -150,7 +157,7 @@ def _graphs(summaries: Sequence[TraceSummary]) -> str:
     """Return the replays of graphs: how long, how much of it idle, and which is the slowest."""
     rows = [
         [
-            *_cells(_trace_name(summary, summaries), graph.num_nodes, graph.count),
+            *_cells(_device_name(device, summary, summaries), graph.num_nodes, graph.count),
             *_cells(graph.call_us, graph.replay_us_median, graph.replay_us_max),
             *_cells(f"#{graph.slowest} at {graph.slowest_at_us / 1e3:,.2f} ms"),
             *_cells(graph.inside_idle_us, graph.between_idle_us),
@@ -190,7 +197,9 @@ def _phases(summary: TraceSummary) -> str:
             for item in sizes[:MAX_SIZES]
             if sizes[1:]
         ]
-    return _limited(rows, ["phase", "size", "steps", "us"])
+    processes = len({step.process for step in summary.steps})
+    sums = f"\nthe steps, times and operators are sums over {processes} processes" if processes > 1 else ""
+    return _limited(rows, ["phase", "size", "steps", "us"]) + sums
 
 
 def summary_csv(summaries: Sequence[TraceSummary]) -> str:

@@ -70,7 +70,7 @@ class DeviceMemory:
     peak_bytes: int | None
     """The most that was in use during the history; None without one."""
     peak_after_us: float | None
-    """From the first event of the history."""
+    """From the first event of the history; None without one, or if its events have no times."""
     now: tuple[MemoryPlace, ...]
     """In use when the snapshot was taken, the most first."""
     at_peak: tuple[MemoryPlace, ...]

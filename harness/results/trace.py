@@ -33,6 +33,8 @@ class TraceStep:
 
     phase: str
     size: str
+    process: str
+    """The process whose step it is; empty for the whole trace. A report of Nsight Systems has those of all ranks."""
     begin_us: float
     """From the first event of the trace; where the step before it was still running then, from its end."""
     figures: dict[str, float]
@@ -221,6 +223,8 @@ class DeviceActivity:
     IN_DOCUMENT: ClassVar = ("num_launches",)
     device: int
     """Number of the process that its events are under, in order of appearance."""
+    name: str
+    """`GPU 0`, by its index in the trace."""
     span_us: float
     """From its first kernel to the end of its last."""
     busy_us: float

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 
 import pytest
 import torch
@@ -137,10 +139,20 @@ def test_an_embedded_checkpoint_by_its_name(harness):
 def test_traces_and_snapshots_are_summed_up(harness, tmp_path):
     out = tmp_path / "out"
     assert harness("profile", "--prompt-tokens", 4, "--max-new-tokens", 2, "--runs", 1, "--out", out).status == 0
-    for command, file in (("trace", next(out.rglob("*.json.gz"), None)), ("memory", next(out.rglob("*.pickle"), None))):
-        assert file is not None
+    for command, ending in (("summary", "*.json.gz"), ("memory", "*.pickle")):
+        file = next(out.rglob(ending))
         ran = harness("inspect", file)
-        assert (ran.status, ran.out) == (0, harness(command, "summary", file).out)
+        assert (ran.status, ran.out) == (0, harness("trace", command, file).out)
+
+
+def test_a_report_of_nsight_systems_is_summed_up(harness, tmp_path):
+    with closing(sqlite3.connect(tmp_path / "report.sqlite")) as database, database:
+        database.execute("CREATE TABLE StringIds (id, value)")
+        database.execute("CREATE TABLE NVTX_EVENTS (start, end, globalTid, text, textId)")
+        database.execute("INSERT INTO NVTX_EVENTS VALUES (0, 2000, 1, 'execute_context_0(0)_generation_4(4)', NULL)")
+    ran = harness("inspect", tmp_path / "report.sqlite")
+    assert (ran.status, ran.out) == (0, harness("trace", "summary", tmp_path / "report.sqlite").out)
+    assert "4 requests" in ran.out
 
 
 def test_a_folder_of_nothing_is_no_checkpoint(harness, tmp_path):

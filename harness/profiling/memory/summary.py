@@ -111,7 +111,7 @@ def _growth(trace: Trace, events: Sequence[MemoryEvent]) -> Iterator[StepGrowth]
 _AWAITING = ("active_awaiting_free", "active_pending_free")
 _CHANGES = {ALLOC: 1, FREE: -1}
 """Events that change what is in use, and their sign."""
-_OF_TORCH = re.compile(r"(^|/)torch/")
+_OF_TORCH = re.compile(r"(^|[/\\])torch[/\\]")
 _OPERATOR = re.compile(r"wrapper_[A-Z]+_|at::_ops::|Backward\d*::apply")
 """Of an operator in C++: threads of the backward pass have no frame of Python."""
 UNKNOWN = "no stack was recorded"
@@ -173,7 +173,7 @@ def _device(snapshot: DeviceSnapshot) -> DeviceMemory:
         num_segments=len(snapshot.segment_bytes),
         num_events=len(snapshot.events),
         peak_bytes=history.peak_bytes if snapshot.events else None,
-        peak_after_us=history.peak_us - snapshot.events[0].time_us if snapshot.events else None,
+        peak_after_us=history.peak_after_us,
         now=_places(used.values()),
         at_peak=_places(history.at_peak),
         kept=_places(history.kept),
@@ -197,12 +197,14 @@ class _History:
         self._events = [event for event in events if event.action in _CHANGES]
         self._used, self._times = used, [event.time_us for event in events]
         self._before = self._in_use_before(used)
-        highest, self.peak_us = 0, events[0].time_us if events else 0.0
+        highest, peak_us = 0, events[0].time_us if events else 0.0
         total = self.peak_bytes = sum(piece.num_bytes for piece in self._before.values())
         for count, event in enumerate(self._events, start=1):
             total += event.num_bytes * _CHANGES[event.action]
             if total > self.peak_bytes:
-                self.peak_bytes, self.peak_us, highest = total, event.time_us, count
+                self.peak_bytes, peak_us, highest = total, event.time_us, count
+        has_times = any(self._times)  # older versions of torch note none
+        self.peak_after_us = peak_us - self._times[0] if has_times else None
         self.at_peak = list(self._in_use_after(highest).values())
         latest = {event.address: event.action for event in self._events}
         self.kept = [piece for address, piece in used.items() if latest.get(address) == ALLOC]

@@ -47,12 +47,14 @@ class Trace:
     """Number of the thread; the stream of a GPU counts as one."""
     processes: NDArray[np.int32]
     """Of each thread the number of its process."""
+    process_names: tuple[str, ...]
+    """By number; of a GPU its index, or `GPU 0`."""
     correlation: NDArray[np.int64]
     """The id that a kernel shares with the call that launched it; -1 for everything else."""
     begin_us: float
     """Of the first event, on the file's own clock."""
-    inputs: tuple[tuple[str, str], ...]
-    """Shapes and dtypes of operators' inputs, as the file has them; each pair once, that of empty texts first."""
+    inputs: tuple[tuple[str, str, str], ...]
+    """Shapes, dtypes and strides of operators' inputs, as the file has them; each once, that of empty texts first."""
     input: NDArray[np.int32]
     """Index into `inputs`."""
     memory: MemoryColumns
@@ -81,6 +83,10 @@ class Trace:
         """Return the name of one event."""
         return str(self.labels[self.label[event]][1])
 
+    def process_name_of(self, event: int) -> str:
+        """Return the name of the process that an event is under."""
+        return self.process_names[int(self.processes[self.thread[event]])]
+
 
 _LONGEST_US = 3e15
 """From 1970 to 2065: what is beyond it is no time, and three times as many nanoseconds still fit into 64 bits."""
@@ -97,6 +103,7 @@ class Arguments(msgspec.Struct, gc=False, frozen=True):
     correlation: _Id = NO_CORRELATION
     shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=_NOTHING)
     dtypes: msgspec.Raw = msgspec.field(name="Input type", default=_NOTHING)
+    strides: msgspec.Raw = msgspec.field(name="Input Strides", default=_NOTHING)
     address: int | str = msgspec.field(name="Addr", default=0)
     num_bytes: int = msgspec.field(name="Bytes", default=0)
     device: _Id = msgspec.field(name="Device Id", default=-1)
@@ -121,7 +128,7 @@ class Event(msgspec.Struct, gc=False):
 _Key = TypeVar("_Key")
 _Label = tuple[str, str]
 _Thread = tuple[int | str, int | str]
-_Input = tuple[bytes, bytes]
+_Input = tuple[bytes, bytes, bytes]
 
 
 class _Numbers(dict[_Key, int]):
@@ -142,15 +149,13 @@ def build_trace(
     """
     labels, threads, processes = _Numbers[_Label](), _Numbers[_Thread](), _Numbers[int | str]()
     inputs = _Numbers[_Input]()
-    inputs[b"", b""]
+    inputs[b"", b"", b""]
     memory: list[Event] = []
     columns = [_columns((), labels, threads, inputs)]
     for batch in batches:
         memory += [event for event in batch if event.name == "[memory]" and event.ph == "i"]
         columns.append(_columns([event for event in batch if event.ph == "X"], labels, threads, inputs))
-    start_us, duration_us, label, thread, correlation, shapes_and_dtypes = map(
-        np.concatenate, zip(*columns, strict=True)
-    )
+    start_us, duration_us, label, thread, correlation, of_inputs = map(np.concatenate, zip(*columns, strict=True))
     if max(np.abs(start_us).max(initial=0), np.abs(duration_us).max(initial=0)) > _LONGEST_US:
         raise ValueError("a time is not between 1970 and 2065")
     begin_us = start_us.min(initial=np.inf)
@@ -164,10 +169,11 @@ def build_trace(
         duration_ns=np.rint(np.maximum(duration_us, 0) * 1000).astype(np.int64),
         thread=thread,
         processes=np.array([processes[process] for process, _ in threads], np.int32),
+        process_names=tuple(map(str, processes)),
         correlation=correlation,
         begin_us=float(begin_us),
-        inputs=tuple((shapes.decode(errors="replace"), dtypes.decode(errors="replace")) for shapes, dtypes in inputs),
-        input=shapes_and_dtypes,
+        inputs=tuple(tuple(text.decode(errors="replace") for text in texts) for texts in inputs),  # type: ignore[misc]
+        input=of_inputs,
         memory=allocations,
         rank=rank,
         device_names=tuple(device_names),
@@ -201,12 +207,12 @@ def _columns(
 ) -> tuple[NDArray[np.generic], ...]:
     """Return start, duration, label, thread, correlation and inputs, gathered without a line of Python per event."""
     num = len(events)
-    shapes, dtypes = (map(bytes, map(attrgetter(name), events)) for name in ("args.shapes", "args.dtypes"))
+    texts = (map(bytes, map(attrgetter(f"args.{name}"), events)) for name in ("shapes", "dtypes", "strides"))
     return (
         np.fromiter(map(attrgetter("ts"), events), np.float64, num),
         np.fromiter(map(attrgetter("dur"), events), np.float64, num),
         np.fromiter(map(labels.__getitem__, map(attrgetter("cat", "name"), events)), np.int32, num),
         np.fromiter(map(threads.__getitem__, map(attrgetter("pid", "tid"), events)), np.int32, num),
         np.fromiter(map(attrgetter("args.correlation"), events), np.int64, num),
-        np.fromiter(map(inputs.__getitem__, zip(shapes, dtypes, strict=True)), np.int32, num),
+        np.fromiter(map(inputs.__getitem__, zip(*texts, strict=True)), np.int32, num),
     )

@@ -57,8 +57,10 @@ def launch_of(trace: Trace, kernels: NDArray[np.int64]) -> NDArray[np.int64]:
 def _activity(trace: Trace, number: int, kernels: NDArray[np.int64]) -> DeviceActivity:
     start, end = trace.start_ns[kernels], trace.end_ns[kernels]
     launch = launch_of(trace, kernels)
+    name = trace.process_names[number]
     return DeviceActivity(
         device=number,
+        name=f"GPU {name}" if name.isdecimal() else name,
         span_us=float(end.max() - start.min()) / 1e3,
         busy_us=covered(start, end) / 1e3,
         idle=tuple(_idle(trace, kernels, launch)),

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 20
 _MOST_EXPANSION = 100
 """Largest content of a gzipped trace, in sizes of the file; traces of torch are 10 to 30 times as large."""
 GZIP_MAGIC = b"\x1f\x8b"
-_ENDINGS = (".json", ".json.gz", ".sqlite", *ENDINGS)
+TRACE_ENDINGS = (".json", ".json.gz", ".sqlite", *ENDINGS)
 """Of the traces in a folder."""
 
 
@@ -58,7 +58,7 @@ def _traces_of(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
-    files = sorted(file for file in path.rglob("*") if file.name.endswith(_ENDINGS) and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(TRACE_ENDINGS) and file.is_file())
     traces = [file for file in files if "trace" in file.name] or files
     if not traces:
         raise HarnessError(

@@ -39,6 +39,8 @@ _GENERIC = re.compile(
     r"|[AB]?(?:Unary|Binary)Functor|TensorListMetadata|func_wrapper_t|\w*DataType\w*|[A-Z]|[a-z]{1,2})$"
 )
 """Identifiers in template arguments that do not tell one kernel from another."""
+_ANONYMOUS = re.compile(r"(?:\(anonymous namespace\)|<unnamed>)(?:::)?")
+"""As compilers, and as Nsight Systems, write a namespace without a name."""
 _LONGEST = 64
 
 
@@ -67,7 +69,7 @@ def _short(name: str) -> str:
 
 
 def _shortened(name: str) -> str:
-    text = name.replace("(anonymous namespace)::", "").replace("(anonymous namespace)", "")
+    text = _ANONYMOUS.sub("", name)
     head, _, arguments = text.partition("<") if not text.startswith("std::enable_if<") else _without_return_type(text)
     head = head.partition("(")[0].rpartition(" ")[2]
     words = re.findall(r"[A-Za-z_]\w*(?!\w|::)", arguments.partition(">(")[0])

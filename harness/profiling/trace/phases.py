@@ -55,8 +55,11 @@ _FORMS = tuple(
 )
 _MODES = {"EXTEND": "prefill", "DECODE": "decode", "MIXED": "mixed"}
 """Of SGLang; another mode is a phase by its name in small letters."""
-_NO_STEP = re.compile(r"## Call CompiledFxGraph|nccl:|gloo:|c10d::|Optimizer\.|PyTorch Profiler|capture_\d+")
-"""Annotations of torch and of captures of graphs, which are within steps or before all of them."""
+_NO_STEP = re.compile(
+    r"## Call CompiledFxGraph|nccl:|gloo:|c10d::|Optimizer\.|PyTorch Profiler|capture_\d+"
+    r"|cu(?:blas|dnn|sparse|solver)[A-Z]\w*$"
+)
+"""Annotations of torch, of NVIDIA's libraries and of captures of graphs, within steps or before all of them."""
 _NUMBER = re.compile(r"#\d+$")
 
 

@@ -6,6 +6,7 @@ shapes of its inputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import prod
 from typing import NamedTuple
 
@@ -59,10 +60,14 @@ _MOST = 2**63
 _Shape = tuple[int, ...]
 
 
-class _Work(NamedTuple):
-    inputs: Sequence[_Shape]
-    flops: int
-    num_bytes: int
+class _Inputs(NamedTuple):
+    """Of one call; equal ones are one row."""
+
+    shapes: tuple[_Shape, ...]
+    dtypes: tuple[str, ...]
+    """Empty if they are not known."""
+    num_stored: tuple[int, ...]
+    """Elements of each input that are in memory."""
 
 
 @dataclass(slots=True)
@@ -81,13 +86,14 @@ def measured_rates(trace: Trace) -> tuple[TraceRate, ...]:
     is_known = trace.are(lambda _, name: name in _KNOWN)
     has_device = bool(trace.are(is_of_device).any())
     time_ns = _kernel_ns(trace, is_known) if has_device else trace.duration_ns
-    totals: dict[tuple[str, int], _Total] = {}
+    totals: dict[tuple[str, _Inputs | None], _Total] = {}
+    read = {number: _read_inputs(*trace.inputs[number]) for number in np.unique(trace.input[is_known]).tolist()}
     for event in np.flatnonzero(is_known & (trace.input > 0) & (time_ns > 0)).tolist():
-        total = totals.setdefault((trace.name_of(event), int(trace.input[event])), _Total())
+        total = totals.setdefault((trace.name_of(event), read[int(trace.input[event])]), _Total())
         total.count += 1
         total.time_ns += int(time_ns[event])
     gpu = _card(trace)
-    rates = [_rate(name, *trace.inputs[inputs], total, gpu, has_device) for (name, inputs), total in totals.items()]
+    rates = [_rate(name, inputs, total, gpu, has_device) for (name, inputs), total in totals.items() if inputs]
     return tuple(sorted((rate for rate in rates if rate), key=lambda rate: rate.time_us, reverse=True))
 
 
@@ -111,44 +117,24 @@ def _kernel_ns(trace: Trace, is_known: NDArray[np.bool_]) -> NDArray[np.int64]:
     return kernel_ns
 
 
-def _rate(name: str, shapes: str, dtypes: str, total: _Total, gpu: Gpu | None, has_device: bool) -> TraceRate | None:
-    names = _names(dtypes)
-    work = _work(name, shapes, names)
-    if work is None:
+def _read_inputs(shapes: str, dtypes: str, strides: str) -> _Inputs | None:
+    """Return the inputs of a call; None if they cannot be read."""
+    dims, names, steps = map(_listed, (shapes, dtypes, strides))
+    if not dims:
         return None
-    used = names[_PRODUCTS[name][0]] if name in _PRODUCTS and len(names) > 1 else ""
-    dtype = "float8" if used.startswith("c10::Float8") else _PEAKS.get(used, "")
-    return TraceRate(
-        name=name,
-        shapes=" ".join(str(list(dims)) for dims in work.inputs if dims),
-        count=total.count,
-        time_us=total.time_ns / 1e3,
-        flops=total.count * work.flops,
-        num_bytes=total.count * work.num_bytes,
-        has_device=has_device,
-        peak_flops_per_s=gpu.flops_per_s.get(dtype) if gpu else None,
-        peak_bytes_per_s=gpu.bytes_per_s if gpu else None,
-    )
+    inputs = tuple(map(_shape, dims))
+    all_steps = map(_shape, steps) if len(steps) == len(dims) else repeat(())
+    is_typed = len(names) == len(dims)
+    return _Inputs(inputs, tuple(map(str, names if is_typed else ())), tuple(map(_num_stored, inputs, all_steps)))
 
 
-def _names(dtypes: str) -> list[str]:
+def _listed(text: str) -> list[object]:
+    """Return a list of the file; empty where it has none, or something else in its place."""
     try:
-        names = parse_json(dtypes)
+        items = parse_json(text)
     except ValueError:
         return []
-    return [str(name) for name in names] if isinstance(names, list) else []
-
-
-def _work(name: str, shapes: str, dtypes: Sequence[str]) -> _Work | None:
-    """Return the work of one call; None for impossible shapes."""
-    try:
-        inputs = [_shape(dims) for dims in parse_json(shapes)]
-        result, flops = _result(name, inputs)
-    except (ValueError, IndexError, TypeError):
-        return None
-    num_bytes = _num_bytes(name, inputs, result, dtypes)
-    is_possible = min(map(min, filter(None, inputs)), default=0) >= 0 and max(flops, num_bytes) < _MOST
-    return _Work(inputs, flops, num_bytes) if is_possible and (flops or num_bytes) else None
+    return items if isinstance(items, list) else []
 
 
 def _shape(dims: object) -> _Shape:
@@ -157,14 +143,46 @@ def _shape(dims: object) -> _Shape:
     return tuple(dims) if is_shape else ()  # type: ignore[arg-type]
 
 
-def _num_bytes(name: str, inputs: Sequence[_Shape], result: _Shape, dtypes: Sequence[str]) -> int:
+def _num_stored(shape: _Shape, strides: _Shape) -> int:
+    """Return the elements of a tensor in memory: where it is expanded, or its rows overlap, fewer than it has."""
+    if len(shape) != len(strides):
+        return prod(shape)
+    extent = 1 + sum((dim - 1) * stride for dim, stride in zip(shape, strides, strict=True))
+    return max(0, min(prod(dim for dim, stride in zip(shape, strides, strict=True) if stride), extent))
+
+
+def _rate(name: str, inputs: _Inputs, total: _Total, gpu: Gpu | None, has_device: bool) -> TraceRate | None:
+    try:
+        result, flops = _result(name, inputs.shapes)
+    except (ValueError, IndexError):
+        return None
+    num_bytes = _num_bytes(name, inputs, result)
+    is_possible = min(map(min, filter(None, inputs.shapes)), default=0) >= 0 and max(flops, num_bytes) < _MOST
+    if not is_possible or not (flops or num_bytes):
+        return None
+    used = inputs.dtypes[_PRODUCTS[name][0]] if name in _PRODUCTS and inputs.dtypes else ""
+    dtype = "float8" if used.startswith("c10::Float8") else _PEAKS.get(used, "")
+    return TraceRate(
+        name=name,
+        shapes=" ".join(str(list(dims)) for dims in inputs.shapes if dims),
+        count=total.count,
+        time_us=total.time_ns / 1e3,
+        flops=total.count * flops,
+        num_bytes=total.count * num_bytes,
+        has_device=has_device,
+        peak_flops_per_s=gpu.flops_per_s.get(dtype) if gpu else None,
+        peak_bytes_per_s=gpu.bytes_per_s if gpu else None,
+    )
+
+
+def _num_bytes(name: str, inputs: _Inputs, result: _Shape) -> int:
     """Return the bytes of the inputs and the result; 0 if the dtype of a tensor is not known."""
-    read = list(zip(inputs, dtypes, strict=False))[: 3 if name in _ATTENTION else None]
-    if len(inputs) != len(dtypes) or not all(dtype in _ITEMSIZES for dims, dtype in read if dims):
+    read = list(zip(inputs.shapes, inputs.dtypes, inputs.num_stored, strict=False))[: 3 if name in _ATTENTION else None]
+    if not inputs.dtypes or not all(dtype in _ITEMSIZES for shape, dtype, _ in read if shape):
         return 0
-    like = _PRODUCTS[name][0] if name in _PRODUCTS else 0
-    tensors = [*(read[1:] if name == "aten::copy_" else read), (result, dtypes[like])]
-    return sum(prod(dims) * _ITEMSIZES.get(dtype, 0) for dims, dtype in tensors if dims)
+    like = inputs.dtypes[_PRODUCTS[name][0] if name in _PRODUCTS else 0]
+    num_read = sum(num * _ITEMSIZES[dtype] for shape, dtype, num in read[1 if name == "aten::copy_" else 0 :] if shape)
+    return num_read + (prod(result) * _ITEMSIZES.get(like, 0) if result else 0)
 
 
 def _result(name: str, inputs: Sequence[_Shape]) -> tuple[_Shape, int]:

@@ -50,19 +50,20 @@ def step_of_events(trace: Trace, steps: Sequence[TraceRange]) -> NDArray[np.int6
 def measure_steps(trace: Trace, steps: Sequence[TraceRange]) -> tuple[TraceStep, ...]:
     """Return what each of the steps cost that are in no other one; without any, the whole trace is a step.
 
-    A step lasts until its last kernel ends. The time in which the step before it was still running is not part of it:
-    an engine prepares a step while the device is busy with another.
+    A step lasts until its last kernel ends. The time in which the step before it of its process was still running is
+    not part of it: an engine prepares a step while the device is busy with another.
     """
     steps = list(outermost(trace, steps)) or [TraceRange(NO_STEP, WHOLE)]
     columns = _Columns(trace, steps)
-    last_end = None
+    last_ends: dict[str, int] = {}
     measured = []
     for index, step in enumerate(steps):
         begin, end = columns.extent(index)
-        begin_alone = begin if last_end is None else min(max(begin, last_end), end)
-        gap = 0 if last_end is None else max(begin - last_end, 0)
-        measured.append(columns.measured(index, step, begin_alone, end, gap))
-        last_end = end if last_end is None else max(end, last_end)
+        process = trace.process_name_of(step.event) if step.event >= 0 else ""
+        last_end = last_ends.get(process, begin)
+        begin_alone, gap = min(max(begin, last_end), end), max(begin - last_end, 0)
+        measured.append(columns.measured(index, step, process, begin_alone, end, gap))
+        last_ends[process] = max(end, last_end)
     return tuple(measured)
 
 
@@ -96,7 +97,7 @@ class _Columns:
         ends = trace.end_ns[self._kernels[index]]
         return int(trace.start_ns[event]), int(max(trace.end_ns[event], ends.max(initial=0)))
 
-    def measured(self, index: int, step: TraceRange, begin: int, end: int, gap: int) -> TraceStep:
+    def measured(self, index: int, step: TraceRange, process: str, begin: int, end: int, gap: int) -> TraceStep:
         """Return what a step cost that ran from `begin` to `end`, `gap` after the one before it."""
         trace, kernels, waits = self._trace, self._kernels[index], self._waits[index]
         calls = np.unique(self._launch[kernels])
@@ -113,7 +114,7 @@ class _Columns:
         for label, duration in zip(trace.label[kernels].tolist(), trace.duration_ns[kernels].tolist(), strict=True):
             name = f"{self._category[label]} us"
             figures[name] = figures.get(name, 0.0) + duration / 1e3
-        return TraceStep(phase=step.phase, size=step.size, begin_us=begin / 1e3, figures=figures)
+        return TraceStep(phase=step.phase, size=step.size, process=process, begin_us=begin / 1e3, figures=figures)
 
 
 def _by_step(events: NDArray[np.int64], number: NDArray[np.int64], num_steps: int) -> list[NDArray[np.int64]]:

@@ -153,11 +153,11 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 def rates_of(tmp_path, *operators, card=H100):
-    """Return the rates of operators on a card; each is a name, shapes and dtypes, and launches one kernel of 10 us."""
+    """Return the rates of operators on a card; each is a name, shapes, dtypes, strides; its kernel takes 10 us."""
     events = []
-    for number, (name, shapes, dtypes) in enumerate(operators):
+    for number, (name, *inputs) in enumerate(operators):
         at = {"ph": "X", "pid": 1, "tid": 1, "ts": 100.0 * number, "dur": 50.0}
-        arguments = {"Input Dims": shapes, "Input type": dtypes}
+        arguments = dict(zip(("Input Dims", "Input type", "Input Strides"), inputs, strict=False))
         events.append(at | {"cat": "cpu_op", "name": name, "args": arguments})
         launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at["ts"] + 1, "dur": 1.0}
         events.append(at | launch | {"args": {"correlation": number}})
@@ -188,6 +188,34 @@ def test_the_work_of_an_operator_follows_from_its_shapes(tmp_path, name, shapes,
     (rate,) = rates_of(tmp_path, (name, shapes, dtypes))
     assert (rate.flops, rate.num_bytes) == (flops, num_bytes)
     assert (rate.flops_per_s, rate.bytes_per_s) == pytest.approx((flops / 10e-6, num_bytes / 10e-6))
+
+
+@pytest.mark.parametrize(
+    ("strides", "num_stored"),
+    [
+        ([[4, 1], [4, 1]], 32),
+        ([[1, 8], [4, 1]], 32),  # transposed
+        ([[0, 1], [4, 1]], 4),  # expanded
+        ([[0, 0], [4, 1]], 1),
+        ([[1000, 0], [4, 1]], 8),  # a column of a wider tensor, expanded
+        ([[1, 1], [4, 1]], 11),  # a sliding window
+        ([[-4, 1], [4, 1]], 0),
+        ([[4], [4, 1]], 32),
+        ([[0, 1]], 32),
+        ("[0, 1]", 32),
+        ([[0, 1], None], 4),
+    ],
+)
+def test_an_expanded_input_counts_as_it_lies_in_memory(tmp_path, strides, num_stored):
+    (rate,) = rates_of(tmp_path, ("aten::mul", [[8, 4], [8, 4]], [F32, F32], strides))
+    assert rate.num_bytes == 4 * (num_stored + 32 + 32)
+
+
+def test_calls_that_differ_in_where_their_inputs_lie_are_one_row(tmp_path):
+    call = ("aten::mul", [[8, 4], [8, 4]], [F32, F32])
+    strides = [[[4, 1], [4, 1]], [[1, 8], [4, 1]], [[8, 1], [4, 1]], [[0, 1], [4, 1]]]
+    whole, expanded = rates_of(tmp_path, *((*call, item) for item in strides))
+    assert (whole.count, expanded.count) == (3, 1)
 
 
 @pytest.mark.parametrize(

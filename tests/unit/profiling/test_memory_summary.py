@@ -88,6 +88,21 @@ def test_what_a_snapshot_holds(write):
     assert (refused.requested_bytes, refused.device_free_bytes) == (3 * MIB, MIB)
 
 
+def test_older_versions_of_torch_note_no_times(write):
+    events = [{key: value for key, value in item.items() if key != "time_us"} for item in SNAPSHOT["device_traces"][0]]
+    summary = summarize_memory(write(SNAPSHOT | {"device_traces": [events]}))
+    assert (summary.devices[0].peak_bytes, summary.devices[0].peak_after_us) == (9 * MIB, None)
+    assert "peak 9.00 MiB, in a history of 6 events without times" in memory_text([summary])
+
+
+def test_torch_is_known_by_its_folder_on_windows_too(write):
+    functional = {"filename": r"C:\env\Lib\site-packages\torch\functional.py", "line": 373, "name": "einsum"}
+    model = {"filename": r"D:\engine\model.py", "line": 12, "name": "forward"}
+    held = segment([block(0, MIB, frames=[functional, model])])
+    (device,) = summarize_memory(write({"segments": [held], "device_traces": []})).devices
+    assert device.now == (place(r"D:\engine\model.py:12 forward", MIB),)
+
+
 def test_the_timeline_has_the_same_peak(write):
     summary, (timeline,) = summarize_with_timelines(write(SNAPSHOT))
     (device,) = summary.devices

@@ -9,6 +9,7 @@ from harness.errors import Code, HarnessError
 from harness.profiling.trace.file import read_trace, trace_files
 from harness.profiling.trace.nesting import flame
 from harness.profiling.trace.summary import summarize
+from harness.report.trace import summary_text
 
 THREAD = (77 << 24) | 78
 PROCESS = 77 << 24
@@ -70,6 +71,36 @@ def test_processes_that_number_their_launches_alike_are_told_apart(tmp_path):
     (device,) = summary.devices
     assert (device.launches.num_launches, device.launches.num_unknown, len(device.idle)) == (3, 0, 2)
     assert summary.steps[0].figures["kernels"] == 3, "the kernel of the other process is in no step of this one"
+
+
+def two_ranks(path, *, late_us):
+    """Write four steps of two ranks, each with a collective that the second rank joins late."""
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executescript(SCHEMA)
+        names = [(1, "ncclDevKernel_AllReduce_Sum_bf16"), (2, "cudaLaunchKernel_v7000"), (4, STEP)]
+        database.executemany("INSERT INTO StringIds VALUES (?, ?)", names)
+        for step in range(4):
+            begin, end = 100_000 * step, 100_000 * step + 50_000
+            for rank in (0, 1):
+                process, joined = 77 + rank << 24, begin + 2000 + 1000 * rank * late_us
+                ranges = (begin, end, process | 1, None, 4)
+                database.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?)", ranges)
+                call = (begin + 1000, begin + 2000, process | 1, step, 2)
+                database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", call)
+                kernel = (joined, end, rank, 7, process, step, 1)
+                database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?)", kernel)
+    return path
+
+
+def test_ranks_of_one_report_are_told_apart(tmp_path):
+    summary = summarize(two_ranks(tmp_path / "report.sqlite", late_us=8))
+    assert [device.name for device in summary.devices] == ["GPU 0", "GPU 1"]
+    assert [step.process for step in summary.steps] == ["77", "78"] * 4
+    assert {step.figures["step us"] for step in summary.steps} == {50.0}, "a rank's step hides no other rank's"
+    assert {step.figures["between steps us"] for step in summary.steps[2:]} == {50.0}
+    text = summary_text([summary])
+    assert "the steps, times and operators are sums over 2 processes" in text
+    assert "in 4 collectives that all have, ranks wait for report.sqlite GPU 1, up to 0.03 ms" in text
 
 
 def test_calls_of_a_database_are_a_flame_graph(tmp_path):

@@ -42,6 +42,7 @@ def test_the_first_sentence_names_what_was_planted(tmp_path, monkeypatch, name, 
         ("decode[bs=4 toks=4 kv=128]", ("decode", "4 requests", 4)),
         ("warm-up[3]", ("warm-up", "", 0)),
         ("ProfilerStep#3", None),
+        ("cublasCreate", None),
     ],
 )  # fmt: skip
 def test_engines_state_their_steps(name, stated):
@@ -66,6 +67,9 @@ def test_engines_state_their_steps(name, stated):
         ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>(x)", "reshape_and_cache_flash_kernel", "cache"),
         ("triton_poi_fused_flash_attention_mul_0", "triton_poi_fused_flash_attention_mul_0", "other"),
         ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)", "copy"),
+        ("void at::native::<unnamed>::cunn_SoftMaxForward<4, float>(float *)", "cunn_SoftMaxForward", "attention"),
+        ("void at::native::elementwise_kernel<128, at::native::<unnamed>::where_kernel_impl(int)>(int)",
+         "elementwise_kernel<where_kernel_impl>", "other"),
         ("_Z", "_Z", "other"),
     ],
 )  # fmt: skip
