@@ -139,10 +139,8 @@ class _Numbers(dict[_Key, int]):
         return number
 
 
-def build_trace(
-    batches: Iterable[Sequence[Event]], *, num_events: int, rank: int | None = None, device_names: Sequence[str] = ()
-) -> Trace:
-    """Build the columns of all complete events; the others are of memory, or left out.
+def build_trace(batches: Iterable[Sequence[Event]], *, num_events: int = 0, device_names: Sequence[str] = ()) -> Trace:
+    """Build the columns of all complete events; the others are of memory, or left out. 0: the number is set later.
 
     Raises:
         ValueError: a number that no trace has.
@@ -175,7 +173,6 @@ def build_trace(
         inputs=tuple(tuple(text.decode(errors="replace") for text in texts) for texts in inputs),  # type: ignore[misc]
         input=of_inputs,
         memory=allocations,
-        rank=rank,
         device_names=tuple(device_names),
     )
 

@@ -4,15 +4,19 @@ import gzip
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from harness.errors import Code, HarnessError
+from harness.profiling.trace import file as trace_file
 from harness.profiling.trace.compare import diff_traces
+from harness.profiling.trace.file import read_trace
 from harness.profiling.trace.summary import summarize
 from harness.results.trace import TraceSummary
 
@@ -164,8 +168,8 @@ def test_a_negative_duration_counts_as_none(tmp_path: Path) -> None:
         ('{"traceEvents": [{"ph": "X", "name": "a", "ts": 1e300}]}', Code.NO_TRACE_EVENTS),
         ('{"traceEvents": [{"ph": "X", "name": "a", "args": {"correlation": 1e30}}]}', Code.NO_TRACE_EVENTS),
         ('{"traceEvents": [{"ph": "X", "ts": NaN}]}', Code.TRACE_NOT_JSON),
-        ("[" * 100_000, Code.TRACE_NOT_JSON),
-        ('{"traceEvents": ' + "[" * 100_000 + "]" * 100_000 + "}", Code.TRACE_NOT_JSON),
+        ("[" * 100_000, Code.NO_TRACE_EVENTS),
+        ('{"traceEvents": [{"args": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}]}", Code.TRACE_NOT_JSON),
         ("\x00\x01", Code.TRACE_NOT_JSON),
         ('{"traceEvents": []} more', Code.TRACE_NOT_JSON),
     ],
@@ -207,3 +211,61 @@ def test_changes_of_count_come_before_those_of_time(tmp_path: Path) -> None:
 def test_a_trace_is_read_without_torch():
     program = "import sys, harness.profiling.trace.summary, harness.report.trace; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0, "it takes seconds to import"
+
+
+NESTED = {"stack": [{"a": 1}, {"b": [{"c": 2}, {"d": 3}]}], "text": '}, {"ph": "X"'}
+"""Objects within an event, whose ends are not those of events."""
+LONG = [event(f"aten::{number}", 10 * number, 5) | {"args": NESTED} for number in range(200)]
+STATED = {"distributedInfo": {"rank": 3}, "deviceProperties": [{"id": 0, "name": "NVIDIA H100"}]}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize(
+    "content",
+    [STATED | {"traceEvents": LONG}, {"traceEvents": LONG} | STATED, {"other": {"traceEvents": []}} | STATED
+     | {"traceEvents": LONG}, LONG, {"traceEvents": LONG, "displayTimeUnit": "ms"}],
+    ids=["stated first", "stated last", "another array first", "list", "not stated"],
+)  # fmt: skip
+@pytest.mark.parametrize("piece_bytes", [64, 300, 4096])
+def test_a_trace_is_the_same_in_pieces(tmp_path: Path, monkeypatch, content, indent, compress, piece_bytes) -> None:
+    text = json.dumps(content, indent=indent).encode()
+    path = tmp_path / "trace.json"
+    path.write_bytes(gzip.compress(text) if compress else text)
+    whole = read_trace(path)
+    monkeypatch.setattr(trace_file, "_PIECE_BYTES", piece_bytes)
+    in_pieces = read_trace(path)
+    assert (in_pieces.rank, in_pieces.device_names) == (whole.rank, whole.device_names)
+    assert (in_pieces.labels, in_pieces.num_events) == (whole.labels, 200)
+    for name in ("label", "start_ns", "duration_ns", "thread", "correlation"):
+        assert np.array_equal(getattr(in_pieces, name), getattr(whole, name))
+
+
+def test_what_is_wrong_is_told_of_the_trace_and_not_of_its_piece(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(trace_file, "_PIECE_BYTES", 1000)
+    path = tmp_path / "trace.json"
+    text = json.dumps({"traceEvents": LONG})
+    path.write_text(json.dumps({"traceEvents": [*LONG[:150], {"ph": 7}, *LONG[150:]]}))
+    with pytest.raises(HarnessError, match=r"got `int` - at `event 150\.ph`"):
+        read_trace(path)
+    path.write_text(f"{text[:9000]}\x01{text[9000:]}")
+    with pytest.raises(HarnessError, match=r"\(byte 9000\)") as refused:
+        read_trace(path)
+    assert refused.value.code is Code.TRACE_NOT_JSON
+    path.write_text(text[:-700])
+    with pytest.raises(HarnessError, match="cut off: the JSON ends in the middle"):
+        read_trace(path)
+
+
+def test_the_memory_does_not_grow_with_the_text(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(trace_file, "_PIECE_BYTES", 1 << 16)
+    path = tmp_path / "trace.json"
+    padded = [event("aten::mm", 10 * number, 5) | {"args": {"unknown": "x" * 4000}} for number in range(2000)]
+    path.write_text(json.dumps({"traceEvents": padded}))
+    tracemalloc.start()
+    try:
+        read_trace(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size / 8
