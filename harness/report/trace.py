@@ -172,6 +172,7 @@ def _graphs(summaries: Sequence[TraceSummary]) -> str:
 
 def _summary(summary: TraceSummary, peak_flops_per_s: float | None) -> str:
     parts = [f"{_shown(summary.path, 200)}: {summary.num_events:,} events in {summary.duration_us / 1e3:,.2f} ms"]
+    parts += [f"left out: {'; '.join(summary.left_out)}"] if summary.left_out else []
     if summary.phases:
         parts.append(_phases(summary))
     if summary.operations:

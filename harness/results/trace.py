@@ -250,6 +250,8 @@ class TraceSummary:
     path: str
     num_events: int
     """Of every kind, metadata too."""
+    left_out: tuple[str, ...]
+    """In words, what the file has and the figures do not count."""
     duration_us: float
     """From the begin of the first event to the end of the last."""
     phases: tuple[TracePhase, ...]
@@ -388,6 +390,11 @@ class OperatorChange:
     def is_of_count(self) -> bool:
         """Whether it runs more or less often in a step: such a change is exact, one of time may be noise."""
         return self.count_before * self.num_steps_after != self.count_after * self.num_steps_before
+
+    @property
+    def added_count(self) -> float:
+        """More calls in a step; negative if fewer."""
+        return self.count_after / self.num_steps_after - self.count_before / self.num_steps_before
 
     @property
     def added_us(self) -> float:

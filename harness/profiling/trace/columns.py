@@ -4,9 +4,10 @@ A trace of 200 MB holds some 600,000 events. As dicts they take gigabytes; here 
 columns of a few bytes each.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -58,6 +59,8 @@ class Trace:
     input: NDArray[np.int32]
     """Index into `inputs`."""
     memory: MemoryColumns
+    left_out: tuple[str, ...] = ()
+    """In words, what the file has and the columns do not, or only in part."""
     rank: int | None = None
     """Of the process in a distributed run, where the file says it."""
     device_names: tuple[str, ...] = ()
@@ -131,6 +134,10 @@ _Thread = tuple[int | str, int | str]
 _Input = tuple[bytes, bytes, bytes]
 
 
+_HALVES = ("B", "E", "b", "e")
+"""Kinds of events that have a begin or an end; torch writes none."""
+
+
 class _Numbers(dict[_Key, int]):
     """Gives each new key the next number."""
 
@@ -139,8 +146,20 @@ class _Numbers(dict[_Key, int]):
         return number
 
 
-def build_trace(batches: Iterable[Sequence[Event]], *, num_events: int = 0, device_names: Sequence[str] = ()) -> Trace:
-    """Build the columns of all complete events; the others are of memory, or left out. 0: the number is set later.
+def build_trace(
+    batches: Iterable[Sequence[Event]],
+    *,
+    num_events: int = 0,
+    device_names: Sequence[str] = (),
+    left_out: Mapping[str, int] = MappingProxyType({}),
+) -> Trace:
+    """Build the columns of all complete events; the others are of memory, or left out.
+
+    Args:
+        batches: of events, in the order of the file.
+        num_events: of every kind; 0 where only the end of the batches tells.
+        device_names: of the GPUs.
+        left_out: what the reader of the file has left out, and how many.
 
     Raises:
         ValueError: a number that no trace has.
@@ -149,14 +168,18 @@ def build_trace(batches: Iterable[Sequence[Event]], *, num_events: int = 0, devi
     inputs = _Numbers[_Input]()
     inputs[b"", b"", b""]
     memory: list[Event] = []
-    columns = [_columns((), labels, threads, inputs)]
+    columns, num_halves = [_columns((), labels, threads, inputs)], 0
     for batch in batches:
-        memory += [event for event in batch if event.name == "[memory]" and event.ph == "i"]
+        others = [event for event in batch if event.ph != "X"]
+        memory += [event for event in others if event.name == "[memory]" and event.ph == "i"]
+        num_halves += sum(event.ph in _HALVES for event in others)
         columns.append(_columns([event for event in batch if event.ph == "X"], labels, threads, inputs))
     start_us, duration_us, label, thread, correlation, of_inputs = map(np.concatenate, zip(*columns, strict=True))
     if max(np.abs(start_us).max(initial=0), np.abs(duration_us).max(initial=0)) > _LONGEST_US:
         raise ValueError("a time is not between 1970 and 2065")
     begin_us = start_us.min(initial=np.inf)
+    left_out = {"events that are a begin or an end alone": num_halves, **left_out}
+    left_out["events that end before they begin, and count as none"] = int((duration_us < 0).sum())
     allocations = _memory(memory, begin_us, threads)
     return Trace(
         num_events=num_events,
@@ -173,6 +196,7 @@ def build_trace(batches: Iterable[Sequence[Event]], *, num_events: int = 0, devi
         inputs=tuple(tuple(text.decode(errors="replace") for text in texts) for texts in inputs),  # type: ignore[misc]
         input=of_inputs,
         memory=allocations,
+        left_out=tuple(f"{number:,} {what}" for what, number in left_out.items() if number),
         device_names=tuple(device_names),
     )
 

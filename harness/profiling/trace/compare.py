@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 from pathlib import Path
@@ -109,9 +109,32 @@ def _rows(summary: TraceSummary) -> dict[_Key, _Row]:
     return rows
 
 
+_VARIABLE = {"call": re.compile(r"^(?:cuda|hip)(?=[A-Z])"), "python": re.compile(r"\(\d+\)(?=: )")}
+"""What differs in the name of one call or function: the vendor's prefix, and the line in another version of a file."""
+
+
+def _renamed(old_rows: Mapping[_Key, _Row], new_rows: Mapping[_Key, _Row]) -> Iterator[tuple[_Key, _Key]]:
+    """Yield the names before and after of what only the variable part of a name tells apart."""
+    groups: dict[_Key, tuple[list[_Key], list[_Key]]] = {}
+    for side, (rows, others) in enumerate(((old_rows, new_rows), (new_rows, old_rows))):
+        for phase, device, name in (key for key in rows if key not in others and key[1] in _VARIABLE):
+            group = groups.setdefault((phase, device, _VARIABLE[device].sub("", name)), ([], []))
+            group[side].append((phase, device, name))
+    for old, new in groups.values():
+        if len(old) == len(new):  # functions of one name in a file stay in order
+            yield from zip(sorted(old, key=_in_file), sorted(new, key=_in_file), strict=True)
+
+
+def _in_file(key: _Key) -> tuple[int, str]:
+    number = re.search(r"\((\d+)\): ", key[2])
+    return int(number[1]) if number else 0, key[2]
+
+
 def _changes(before: TraceSummary, after: TraceSummary) -> Iterator[OperatorChange]:
     counts = [{phase.name: phase.count for phase in side.phases} for side in (before, after)]
     old_rows, new_rows = _rows(before), _rows(after)
+    for old_key, new_key in tuple(_renamed(old_rows, new_rows)):
+        old_rows[new_key] = old_rows.pop(old_key)
     for key in dict.fromkeys([*old_rows, *new_rows]):
         phase, device, name = key
         row = new_rows.get(key) or old_rows[key]

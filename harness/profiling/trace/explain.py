@@ -93,7 +93,8 @@ def _with_device(phase: PhaseChange, rows: Sequence[OperatorChange]) -> str:
     if abs(idle.added) >= _MOST * abs(step.added) and (graphs := _graphs(phase)):
         return graphs + idle_share
     if abs(idle.added) > abs(busy.added):
-        cause = _host(phase, rows, idle.added) or "the host launches later, and the trace does not show why"
+        when = "later" if idle.added > 0 else "earlier"
+        cause = _host(phase, rows, idle.added) or f"the host launches {when}, and the trace does not show why"
         return cause + idle_share
     return _kernels(phase, rows)
 
@@ -120,7 +121,8 @@ def _host(phase: PhaseChange, rows: Sequence[OperatorChange], added_us: float) -
     for device, words in _ON_HOST.items():
         row = _largest(rows, device)
         is_launch = device == "call" and _is_other_number(launches)
-        if row and not is_launch and (row.added_us / added_us >= _MOST or (device == "cpu" and row.is_of_count)):
+        is_of_count = device == "cpu" and row is not None and row.added_count * added_us > 0
+        if row and not is_launch and (row.added_us / added_us >= _MOST or is_of_count):
             more = f"{_time(abs(row.added_us))} {'more' if row.added_us > 0 else 'less'}"
             return words.format(row.short_name, more) + _times(row)
     changed = (measure for measure in (launches, phase.measure("operators")) if measure.added * added_us > 0)

@@ -64,10 +64,11 @@ def read_nsight(path: Path) -> Trace:
     """Read a database of Nsight Systems.
 
     Raises:
-        HarnessError: TRACE_DAMAGED; NO_TRACE_EVENTS: a database of something else, or without an event.
+        HarnessError: TRACE_DAMAGED; TRACE_UNREADABLE: it is locked; NO_TRACE_EVENTS: a database of something else, or
+            without an event.
     """
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=1.0, uri=True)) as database:
             names = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             chosen = [table for table in _TABLES if table in names]
             num_events = sum(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in chosen)
@@ -78,8 +79,14 @@ def read_nsight(path: Path) -> Trace:
             devices = database.execute("SELECT name FROM TARGET_INFO_GPU") if "TARGET_INFO_GPU" in names else ()
             device_names = [str(name) for (name,) in devices]
             batches = (batch for table in chosen for batch in _batches(database, *_TABLES[table]))
-            return build_trace(batches, num_events=num_events, device_names=device_names)
+            open_ranges = "SELECT count(*) FROM NVTX_EVENTS WHERE end IS NULL"
+            num_open = database.execute(open_ranges).fetchone()[0] if "NVTX_EVENTS" in names else 0
+            left_out = {"marks, and ranges without an end": num_open}
+            return build_trace(batches, num_events=num_events, device_names=device_names, left_out=left_out)
     except (sqlite3.Error, ValueError, OverflowError, TypeError) as error:
+        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            what = "another program writes to the database"
+            raise HarnessError(Code.TRACE_UNREADABLE, what, where=path, hint="wait until it has ended") from error
         what = f"the database of Nsight Systems cannot be read: {error}"
         raise HarnessError(Code.TRACE_DAMAGED, what, where=path, hint="export it again, with --type sqlite") from error
 

@@ -4,8 +4,9 @@ The package `perfetto` has the format. Of a slice are read: begin and end, categ
 process and thread of its track, and `correlation` among its debug annotations. Counters and flows are left out.
 """
 
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ def read_perfetto(path: Path) -> Trace:
         what = f"Perfetto's format needs a package that is not installed: {error.name}"
         raise HarnessError(Code.TRACE_UNREADABLE, what, where=path, hint="pip install perfetto") from error
     try:
-        packets = Packets.FromString(path.read_bytes())
-        events = list(_Slices().read(packets))
-        trace = build_trace([events], num_events=len(packets.packet))
-    except (DecodeError, ValueError) as error:
+        packets = _expanded(Packets.FromString(path.read_bytes()))
+        slices = _Slices()
+        events = list(slices.read(packets))
+        left_out = {"slices without an end": sum(map(len, slices.open.values()))}
+        trace = build_trace([events], num_events=len(packets), left_out=left_out)
+    except (DecodeError, ValueError, zlib.error) as error:
         what = f"the trace of Perfetto cannot be read: {error}"
         raise HarnessError(Code.TRACE_DAMAGED, what, where=path, hint="record it again") from error
     except OSError as error:
@@ -51,6 +54,25 @@ def read_perfetto(path: Path) -> Trace:
         what = "the trace of Perfetto has no slices"
         raise HarnessError(Code.NO_TRACE_EVENTS, what, where=path, expected="packets with a track_event")
     return trace
+
+
+_MOST_BYTES = 1 << 28
+"""Of one compressed packet: writers cut them at some hundred kilobytes."""
+
+
+def _expanded(trace: Any) -> list[Any]:
+    """Return the packets of a trace, and of its compressed packets; these hold no others."""
+    packets: list[Any] = []
+    for packet in trace.packet:
+        if packet.HasField("compressed_packets"):
+            stream = zlib.decompressobj()
+            text = stream.decompress(packet.compressed_packets, _MOST_BYTES)
+            if not stream.eof:
+                raise ValueError(f"a compressed packet is cut off, or larger than {_MOST_BYTES:,} bytes")
+            packets += type(trace).FromString(text).packet
+        else:
+            packets.append(packet)
+    return packets
 
 
 @dataclass(slots=True)
@@ -63,10 +85,11 @@ class _Slices:
     """What a number stands for in one sequence of packets: (sequence, kind of name, number)."""
     default_tracks: dict[int, int] = field(default_factory=dict)
     open: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    """Slices of each track that have no end yet."""
 
-    def read(self, packets: Any) -> Iterator[Event]:
+    def read(self, packets: Iterable[Any]) -> Iterator[Event]:
         """Yield the slices that have an end."""
-        for packet in packets.packet:
+        for packet in packets:
             self._learn(packet)
             if not packet.HasField("track_event"):
                 continue
@@ -90,21 +113,27 @@ class _Slices:
             is_thread = track.HasField("thread")
             process = track.thread.pid if is_thread else of_parent[0]
             self.tracks[track.uuid] = process, track.thread.tid if is_thread else track.uuid
-        for kind in ("event_names", "event_categories", "debug_annotation_names"):
-            for item in getattr(packet.interned_data, kind):
-                self.names[sequence, kind, item.iid] = item.name
-        if packet.trace_packet_defaults.track_event_defaults.track_uuid:
-            self.default_tracks[sequence] = packet.trace_packet_defaults.track_event_defaults.track_uuid
-        if packet.trace_packet_defaults.timestamp_clock_id in _DELTA_CLOCKS:
-            raise ValueError("its times are differences (incremental clocks)")
+        if packet.HasField("interned_data"):
+            for kind in ("event_names", "event_categories", "debug_annotation_names"):
+                for item in getattr(packet.interned_data, kind):
+                    self.names[sequence, kind, item.iid] = item.name
+        if packet.HasField("trace_packet_defaults"):
+            defaults = packet.trace_packet_defaults
+            if defaults.track_event_defaults.track_uuid:
+                self.default_tracks[sequence] = defaults.track_event_defaults.track_uuid
+            if defaults.timestamp_clock_id in _DELTA_CLOCKS:
+                raise ValueError("its times are differences (incremental clocks)")
 
     def _begun(self, event: Any, sequence: int, track: int, time_ns: int) -> Event:
         name = event.name or self.names.get((sequence, "event_names", event.name_iid), "")
         interned = (self.names.get((sequence, "event_categories", iid), "") for iid in event.category_iids)
+        category = next(iter(event.categories), None) or next(interned, "")
+        if not isinstance(name, str) or not isinstance(category, str):  # protobuf returns bytes
+            raise ValueError(f"a name is no UTF-8: {name!r}, {category!r}")
         process, thread = self.tracks.get(track, (0, track))
         return Event(
             ph="X",
-            cat=next(iter(event.categories), None) or next(interned, ""),
+            cat=category,
             name=name,
             pid=process,
             tid=thread,
@@ -116,5 +145,8 @@ class _Slices:
         for item in event.debug_annotations:
             name = item.name or self.names.get((sequence, "debug_annotation_names", item.name_iid), "")
             if name == "correlation":
-                return int(item.int_value or item.uint_value)
+                number = int(item.int_value or item.uint_value)
+                if not NO_CORRELATION <= number < 2**63:
+                    raise ValueError(f"the correlation {number} is no number of a call")
+                return number
         return NO_CORRELATION

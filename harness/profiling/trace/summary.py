@@ -67,6 +67,7 @@ def summarize_trace(
     return TraceSummary(
         path=path,
         num_events=trace.num_events,
+        left_out=trace.left_out,
         duration_us=(end - begin) / 1e3,
         phases=tuple(columns.phases()),
         steps=measure_steps(trace, steps),

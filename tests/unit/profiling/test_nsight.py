@@ -141,3 +141,16 @@ def test_what_cannot_be_read_is_refused(tmp_path, write, code):
     with pytest.raises(HarnessError) as refused:
         read_trace(tmp_path / "report.sqlite")
     assert refused.value.code == code
+
+
+def test_a_database_that_is_being_written_is_not_waited_for(tmp_path):
+    path = report(tmp_path / "report.sqlite", kernels=KERNELS)
+    with closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        writer.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(HarnessError, match="another program writes to the database") as refused:
+            read_trace(path)
+    assert refused.value.code is Code.TRACE_UNREADABLE
+
+
+def test_marks_are_left_out_and_told(tmp_path):
+    assert summarize(report(tmp_path / "report.sqlite")).left_out == ("1 marks, and ranges without an end",)

@@ -1,6 +1,7 @@
 """Traces in Perfetto's own format, written with Perfetto's package."""
 
 import os
+import zlib
 
 import pytest
 
@@ -11,6 +12,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 from harness.errors import Code, HarnessError
 from harness.profiling.trace.file import read_trace, trace_files
 from harness.profiling.trace.summary import summarize
+from harness.report.trace import summary_text
 
 HOST, STREAM = 11, 12
 BEGIN, END = proto.TrackEvent.TYPE_SLICE_BEGIN, proto.TrackEvent.TYPE_SLICE_END
@@ -75,9 +77,34 @@ def test_slices_of_one_track_are_nested_by_their_ends(tmp_path):
     assert {read.name_of(at): int(read.duration_ns[at]) for at in range(2)} == {"outer": 9000, "inner": 2000}
 
 
+def test_compressed_packets_are_read(tmp_path):
+    packed = proto.Trace()
+    packed.packet.add().compressed_packets = zlib.compress(step().SerializeToString())
+    for name, trace in (("plain", step()), ("packed", packed)):
+        (tmp_path / f"{name}.pftrace").write_bytes(trace.SerializeToString())
+    plain, of_packed = (read_trace(tmp_path / f"{name}.pftrace") for name in ("plain", "packed"))
+    assert (of_packed.labels, of_packed.num_events) == (plain.labels, plain.num_events)
+    assert list(of_packed.start_ns) == list(plain.start_ns)
+
+
+def test_slices_without_an_end_are_left_out_and_told(tmp_path):
+    trace = step()
+    del trace.packet[-1]
+    (tmp_path / "run.pftrace").write_bytes(trace.SerializeToString())
+    summary = summarize(tmp_path / "run.pftrace")
+    assert summary.left_out == ("1 slices without an end",)
+    assert "left out: 1 slices without an end" in summary_text([summary])
+
+
 def with_differences():
     trace = step()
     trace.packet[2].timestamp_clock_id = 64
+    return trace.SerializeToString()
+
+
+def with_correlation(number):
+    trace = step()
+    slice_of(trace, HOST, "cudaLaunchKernel", "cuda_runtime", 1090, 1095, correlation=number)
     return trace.SerializeToString()
 
 
@@ -88,8 +115,12 @@ def with_differences():
         (b"no protocol buffer", Code.TRACE_DAMAGED),
         (b"", Code.NO_TRACE_EVENTS),
         (with_differences(), Code.TRACE_DAMAGED),
+        (with_correlation(2**64 - 1), Code.TRACE_DAMAGED),
+        (step().SerializeToString().replace(b"cudaLaunchKernel", b"cudaLaunchKerne\xff"), Code.TRACE_DAMAGED),
+        (step().SerializeToString().replace(b"cuda_runtime", b"cuda_runtim\xff"), Code.TRACE_DAMAGED),
+        (proto.Trace(packet=[{"compressed_packets": b"x"}]).SerializeToString(), Code.TRACE_DAMAGED),
     ],
-    ids=["cut off", "other", "empty", "incremental clock"],
+    ids=["cut off", "other", "empty", "incremental clock", "correlation", "name", "category", "compressed"],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, content, code):
     path = tmp_path / "run.pftrace"

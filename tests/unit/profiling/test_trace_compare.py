@@ -143,3 +143,24 @@ def test_a_small_kernel_under_another_name_does_not_hide_a_longer_one(tmp_path):
         paths[-1].write_text(json.dumps({"traceEvents": events}))
     sentence = diff_files(*paths).sentence
     assert sentence.startswith("decode 0.122 -> 0.323 ms: GEMM 0.103 -> 0.303 ms, gemm_a takes 3 times as long")
+
+
+def test_a_function_is_the_same_at_another_line_and_a_call_under_another_vendor(tmp_path):
+    names = [
+        ["model.py(10): forward", "model.py(90): forward", "cache.py(5): grow", "cudaLaunchKernel"],
+        ["model.py(14): forward", "model.py(97): forward", "cache.py(6): shrink", "hipLaunchKernel"],
+    ]
+    paths = []
+    for side, (names_of_side, times) in enumerate(zip(names, ((10.0,) * 4, (10.0, 15.0, 10.0, 13.0)), strict=True)):
+        events = [
+            {"ph": "X", "pid": 1, "tid": 1, "ts": 100.0 * at, "dur": time, "name": name}
+            | {"cat": "python_function" if ".py" in name else "cuda_runtime"}
+            for at, (name, time) in enumerate(zip(names_of_side, times, strict=True))
+        ]
+        paths.append(tmp_path / f"{side}.json")
+        paths[-1].write_text(json.dumps({"traceEvents": events}))
+    changes = {row.name: (row.count_before, row.count_after, row.added_us) for row in diff_files(*paths).changes}
+    assert changes == {
+        "cache.py(5): grow": (1, 0, -10.0), "cache.py(6): shrink": (0, 1, 10.0),
+        "model.py(97): forward": (1, 1, 5.0), "hipLaunchKernel": (1, 1, 3.0),
+    }  # fmt: skip

@@ -148,7 +148,15 @@ def test_the_furthest_times_that_are_taken_do_not_overflow(tmp_path: Path) -> No
 
 
 def test_a_negative_duration_counts_as_none(tmp_path: Path) -> None:
-    assert own_times(written(tmp_path / "t", event("a", 3, -2), event("b", 3, 1))) == {"a": 0, "b": 1}
+    summary = written(tmp_path / "t", event("a", 3, -2), event("b", 3, 1))
+    assert own_times(summary) == {"a": 0, "b": 1}
+    assert summary.left_out == ("1 events that end before they begin, and count as none",)
+
+
+def test_events_in_two_halves_are_left_out_and_told(tmp_path: Path) -> None:
+    halves = [{"ph": kind, "name": "a", "pid": 1, "tid": 1, "ts": 1.0} for kind in "BEbeiM"]
+    summary = written(tmp_path / "t", event("whole", 0, 1), *halves)
+    assert (summary.num_events, summary.left_out) == (7, ("4 events that are a begin or an end alone",))
 
 
 @pytest.mark.parametrize(
