@@ -4,12 +4,15 @@ A golden is a recording of the high-precision forward (docs/recording-format.md)
 `noise.safetensors` holds the relative L2 error of HF in the engine's dtype, for every tap and row. `golden.json` holds
 what the golden was made from, the graph of the model, and digests of the noise, of the manifest (which holds those of
 the steps) and of itself. One golden serves every schedule.
+
+A *plain* golden, with which a check begins, is a recording of HF's own run in the engine's dtype
+(oracle/continuation.py). It has no noise, and knows how to get the truth of the same tokens.
 """
 
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -39,6 +42,8 @@ the rows, for tiny models of 136 families in float32 and 16 bits: at most 14, wi
 in float16, whose router chooses other experts)."""
 _LOGIT_NOISE_1 = f"{LOGITS}.max_abs"
 """Name of this entry in goldens of the first version."""
+PLAIN = "none"
+"""The truth of a plain golden, as its key names it."""
 
 
 class _OperationEntry(BaseModel):
@@ -68,6 +73,7 @@ class GoldenInfo(BaseModel):
     key: dict[str, Any]
     """Everything that the values depend on: weights, config, prompts, dtypes, versions."""
     noise_sha256: str
+    """Empty for a plain golden."""
     manifest_sha256: str
     """Digest of the manifest of the recording, to whose steps the noise and the graph belong."""
     operations: tuple[_OperationEntry, ...]
@@ -92,7 +98,7 @@ class GoldenInfo(BaseModel):
         """Describe the golden in `folder`, whose recording and noise were just written."""
         info = cls(
             key=dict(key),
-            noise_sha256=_sha256(folder / NOISE_FILE),
+            noise_sha256="" if key.get("truth") == PLAIN else _sha256(folder / NOISE_FILE),
             manifest_sha256=_sha256(folder / MANIFEST_NAME),
             operations=tuple(_OperationEntry(**asdict(operation)) for operation in graph),
             aliases=dict(graph.aliases),
@@ -132,6 +138,23 @@ class Golden:
         """None for the recording of another engine, and for a golden of the first version."""
         self.noise = _read_noise(recording, self.graph, self.info)
         """Relative L2 error per row of every tap, float64 [rows], in the order of the steps; empty if unknown."""
+        self.make_truth: Callable[[], Golden] | None = None
+        """Returns the truth of the same tokens, of a plain golden."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rows are HF's in the engine's dtype, and the truth can be had."""
+        return self.make_truth is not None
+
+    @cached_property
+    def truth(self) -> "Golden":
+        """The golden itself, or the truth of a plain one: read or made at the first demand."""
+        return self if self.make_truth is None else self.make_truth()
+
+    @property
+    def at_hand(self) -> "Golden":
+        """The truth if it was asked for before, else the golden itself."""
+        return self.truth if "truth" in vars(self) else self
 
     @property
     def requests(self) -> Sequence[RequestInfo]:
@@ -169,7 +192,8 @@ def write_golden_files(
         HarnessError: CANNOT_WRITE.
     """
     try:
-        safetensors.torch.save_file(dict(noise), folder / NOISE_FILE)
+        if key.get("truth") != PLAIN:
+            safetensors.torch.save_file(dict(noise), folder / NOISE_FILE)
         (folder / INFO_FILE).write_text(GoldenInfo.of(folder, key, graph, sketched).model_dump_json(), encoding="utf-8")
     except (OSError, safetensors.SafetensorError) as error:
         raise HarnessError(Code.CANNOT_WRITE, f"the golden cannot be written: {error}", where=folder) from error

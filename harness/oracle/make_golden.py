@@ -1,4 +1,7 @@
-"""Makes goldens: HF's greedy continuation, the truth over all of it, and HF's own noise in the engine's dtype."""
+"""Makes goldens: HF's greedy continuation, the truth over all of it, and HF's own noise in the engine's dtype.
+
+That of a check is plain at first (oracle/continuation.py); its truth is made where a verdict asks for it.
+"""
 
 import errno
 from collections import defaultdict
@@ -21,9 +24,11 @@ from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import cache_dir
 from harness.formats.recording import ModelInfo, Producer, RecordingWriter, RequestInfo, RunInfo
 from harness.formats.taps import Graph
+from harness.oracle.continuation import is_shown_by_decode, record_continuation
 from harness.oracle.decode import greedy_continuation
 from harness.oracle.golden import (
     LOGIT_NOISE,
+    PLAIN,
     Golden,
     key_name,
     open_golden,
@@ -45,7 +50,7 @@ ORACLE_VERSION = 9
 
 
 def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> dict[str, Any]:
-    """Return all that the numbers of a golden depend on."""
+    """Return all that the numbers of a golden depend on; `truth` may be `PLAIN`."""
     return {
         "harness": __version__,
         "oracle": ORACLE_VERSION,
@@ -54,7 +59,7 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
         "settings": hf.checkpoint.settings_hash,
         "prompts": [_prompt_key(prompt) for prompt in prompts],
         "dtype": str(hf.dtype),
-        "truth": str(truth_dtype(truth, hf.dtype)),
+        "truth": PLAIN if truth == PLAIN else str(truth_dtype(truth, hf.dtype)),
         "device": hf.device.type,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -65,7 +70,7 @@ def golden_key(hf: HFModel, prompts: Sequence[Prompt], truth: str = "auto") -> d
 
 
 def _is_wide(hf: HFModel, truth: str) -> bool:
-    return truth_dtype(truth, hf.dtype) == torch.float32 and has_wide_products(hf.device, hf.dtype)
+    return truth != PLAIN and truth_dtype(truth, hf.dtype) == torch.float32 and has_wide_products(hf.device, hf.dtype)
 
 
 def kept_graph(hf: HFModel) -> Graph | None:
@@ -107,10 +112,12 @@ def cached_golden(
     truth: str = "auto",
     progress: Progress | None = None,
     keeps_values: bool = False,
+    continued: Sequence[RequestInfo] = (),
 ) -> Golden:
     """Return the golden of `prompts` from the cache; made first if it is not there, is damaged, or is another one.
 
     A golden that had to be made again says so in its notes. With `keeps_values` it holds no sketches; else it may.
+    Where it is made, `continued` are its requests if HF's continuation is known.
     """
     key = golden_key(hf, prompts, truth)
     notes: tuple[str, ...] = ()
@@ -121,12 +128,16 @@ def cached_golden(
             notes = (f"the golden in the cache was not used, and was made again: {error.what}",)
             _discard(folder)
         else:
-            if not (keeps_values and golden.sketched):
+            if not (keeps_values and golden.sketched) and _has_tokens(golden, continued):
                 return golden
+            if continued:  # of another continuation, by a tie of two tokens
+                _discard(folder)
     folder = _folder(key, keeps_values=keeps_values)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        golden = make_golden(hf, prompts, folder, truth=truth, progress=progress, keeps_values=keeps_values)
+        golden = make_golden(
+            hf, prompts, folder, truth=truth, progress=progress, keeps_values=keeps_values, continued=continued
+        )
     except OSError as error:
         raise HarnessError(
             Code.CANNOT_WRITE, f"the golden cannot be cached: {error}", where=folder, hint="set HARNESS_CACHE"
@@ -139,13 +150,39 @@ def cached_golden(
     return golden
 
 
+def _has_tokens(golden: Golden, requests: Sequence[RequestInfo]) -> bool:
+    """Whether a golden is of these requests, if there are any."""
+    return not requests or [one.token_ids for one in golden.requests] == [one.token_ids for one in requests]
+
+
+def checked_golden(
+    hf: HFModel, prompts: Sequence[Prompt], *, truth: str = "auto", progress: Progress | None = None
+) -> Golden:
+    """Return the golden that a check begins with: the truth where it is cached, else a plain one, made if need be."""
+    if _cached_folders(golden_key(hf, prompts, truth)) or not is_shown_by_decode(hf, prompts):
+        return cached_golden(hf, prompts, truth=truth, progress=progress)
+    golden = cached_golden(hf, prompts, truth=PLAIN, progress=progress)
+    return _with_truth(golden, hf, prompts, truth, progress)
+
+
 def open_cached_golden(hf: HFModel, prompts: Sequence[Prompt], *, truth: str = "auto") -> Golden | None:
-    """Return the golden of `prompts` in the cache; None if it is not there, or cannot be used."""
-    key = golden_key(hf, prompts, truth)
-    for folder in _cached_folders(key):
-        with suppress(HarnessError):
-            return _open_cached(folder, key)
+    """Return what `checked_golden` does if it is in the cache; None if it is not there, or cannot be used."""
+    for precision in (truth, PLAIN):
+        key = golden_key(hf, prompts, precision)
+        for folder in _cached_folders(key):
+            with suppress(HarnessError):
+                golden = _open_cached(folder, key)
+                return golden if precision != PLAIN else _with_truth(golden, hf, prompts, truth, None)
     return None
+
+
+def _with_truth(
+    golden: Golden, hf: HFModel, prompts: Sequence[Prompt], truth: str, progress: Progress | None
+) -> Golden:
+    """Tell a plain golden how to get the truth of its tokens."""
+    make = partial(cached_golden, hf, prompts, truth=truth, progress=progress, continued=golden.requests)
+    golden.make_truth = make
+    return golden
 
 
 def _cached_folders(key: Mapping[str, Any]) -> list[Path]:
@@ -164,7 +201,7 @@ def _open_cached(folder: Path, key: Mapping[str, Any]) -> Golden:
         HarnessError: it is damaged, or another one.
     """
     golden = open_golden(folder)
-    if golden.info is None or not golden.noise:
+    if golden.info is None or bool(golden.noise) == (key["truth"] == PLAIN):
         raise HarnessError(Code.BAD_MANIFEST, "a file of it is missing", where=folder)
     if golden.info.key != key:
         raise HarnessError(Code.BAD_MANIFEST, "it is the golden of something else", where=folder)
@@ -187,11 +224,12 @@ def make_golden(
     progress: Progress | None = None,
     keeps_values: bool = True,
     whole: Collection[str] = (),
+    continued: Sequence[RequestInfo] = (),
 ) -> Golden:
     """Run the oracle over `prompts` and write the golden to the folder `out`, which must be new or empty.
 
     Without `keeps_values` wide taps are kept as sketches, where a distance is all that a comparison needs of them, and
-    which are not among those to be `whole`.
+    which are not among those to be `whole`. `continued` are the requests if HF's continuation is known.
 
     Raises:
         HarnessError: a prompt is empty, too long, or holds a token outside the vocabulary; `out` cannot be written;
@@ -206,7 +244,11 @@ def make_golden(
         place = out.resolve()  # a link to an empty folder stays one
         with scratch_folder(".making-", place.parent) as making:
             folder = making / "golden"
-            _make(hf, prompts, folder, truth, report, keeps_values=keeps_values, whole=whole)
+            sketches = _Sketches(taps=frozenset() if keeps_values else sketched_taps(hf.graph).difference(whole))
+            if truth == PLAIN:
+                _make_plain(hf, prompts, folder, report, sketches)
+            else:
+                _make(hf, prompts, folder, truth, report, sketches, continued)
             folder.rename(place)  # replaces an empty folder, and no other
     except OSError as error:
         exists = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -221,19 +263,16 @@ def _make(
     folder: Path,
     truth: str,
     report: Progress,
-    *,
-    keeps_values: bool,
-    whole: Collection[str],
+    sketches: "_Sketches",
+    continued: Sequence[RequestInfo],
 ) -> None:
-    requests = []
+    requests = list(continued)
     with parts_kept(hf):
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(() if requests else prompts):
             report("continuation", index, len(prompts))
             new = greedy_continuation(hf, prompt.token_ids, prompt.max_new_tokens, prompt.inputs)[:-1]
-            length, fed = prompt.prompt_length or len(prompt.token_ids), [*prompt.token_ids, *new]
-            requests.append(RequestInfo(id=index, token_ids=fed, prompt_length=length, inputs=prompt.inputs))
+            requests.append(_request(index, prompt, new))
     noise: dict[str, list[torch.Tensor]] = defaultdict(list)
-    sketches = _Sketches(taps=frozenset() if keeps_values else sketched_taps(hf.graph).difference(whole))
     with _writer(hf, requests, folder) as writer:
         groups = batch_requests(hf, requests)
         for index, batch in enumerate(groups):
@@ -242,6 +281,26 @@ def _make(
     _check_finite(hf, joined)
     hf.checkpoint.refuse_changes()  # the key names the weights as they were
     write_golden_files(folder, golden_key(hf, prompts, truth), hf.graph, joined, sketches.shapes)
+
+
+def _make_plain(hf: HFModel, prompts: Sequence[Prompt], folder: Path, report: Progress, sketches: "_Sketches") -> None:
+    def stored(tap: str, rows: torch.Tensor) -> torch.Tensor:
+        kept = sketches.stored(tap, rows.to(torch.float32) if rows.is_floating_point() else rows, hf.dtype)
+        _check_finite(hf, {tap: kept})
+        return kept
+
+    requests = [_request(index, prompt, ()) for index, prompt in enumerate(prompts)]
+    with parts_kept(hf), _writer(hf, requests, folder) as writer:
+        for prompt, request in zip(prompts, requests, strict=True):
+            report("continuation", request.id, len(prompts))
+            record_continuation(hf, prompt, request, writer, stored)
+    hf.checkpoint.refuse_changes()
+    write_golden_files(folder, golden_key(hf, prompts, PLAIN), hf.graph, {}, sketches.shapes)
+
+
+def _request(index: int, prompt: Prompt, new: Sequence[int]) -> RequestInfo:
+    length, fed = prompt.prompt_length or len(prompt.token_ids), [*prompt.token_ids, *new]
+    return RequestInfo(id=index, token_ids=fed, prompt_length=length, inputs=prompt.inputs)
 
 
 def _check_finite(hf: HFModel, noise: Mapping[str, torch.Tensor]) -> None:

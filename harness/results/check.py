@@ -419,6 +419,17 @@ class DetectionPower:
         return sum(mistake.is_seen for mistake in self.mistakes)
 
 
+class Reference(StrEnum):
+    """What propagated errors and logits are measured against."""
+
+    TRUTH = "truth"
+    """HF in high precision, in multiples of HF's own error in the engine's dtype."""
+    HF = "hf"
+    """HF in the engine's dtype, in multiples of what rounding adds up to; the truth was not needed for the verdict."""
+    RECORDING = "recording"
+    """Another recording, in multiples of what rounding adds up to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """One schedule of one engine against the golden."""
@@ -432,6 +443,7 @@ class RunResult:
     tokens: TokenResult
     logits: LogitResult | None
     coverage: Coverage
+    propagated_from: Reference = Reference.TRUTH
     engine_s: float | None = None
     compare_s: float | None = None
     positions: tuple[PositionError, ...] = ()

@@ -30,7 +30,7 @@ from harness.judge.culprit import CULPRIT
 from harness.judge.jobs.check import run_check
 from harness.judge.jobs.opened import planned_model, with_duplicate_requests
 from harness.oracle.golden import Golden
-from harness.oracle.make_golden import cached_golden
+from harness.oracle.make_golden import checked_golden
 from harness.plan import Plan, plan_request
 from harness.results.check import CheckResult, Divergence, Explanation, Finding, Outcome, RunResult
 
@@ -147,9 +147,9 @@ def _golden(plan: Plan) -> Golden:
     """Return the golden that the check was made against."""
     hf = planned_model(plan)
     golden, _ = with_duplicate_requests(
-        plan, cached_golden(hf, plan.prompts, truth=plan.case.truth), plan.schedules[0], hf
+        plan, checked_golden(hf, plan.prompts, truth=plan.case.truth), plan.schedules[0], hf
     )
-    return golden
+    return golden.truth
 
 
 def _options(setting: FaultConfig) -> dict[str, str]:

@@ -68,12 +68,12 @@ def run_task(task: Task) -> TaskOutcome:
 def _make_goldens(task: Task, store: Store | None) -> TaskResult:
     from harness.formats.schedule import Schedule
     from harness.judge.jobs.opened import planned_model, with_duplicate_requests
-    from harness.oracle.make_golden import cached_golden
+    from harness.oracle.make_golden import checked_golden
     from harness.plan import plan_case
 
     plan = plan_case(task.case.case)
     hf = planned_model(plan)
-    opened = cached_golden(hf, plan.prompts, truth=plan.case.truth)
+    opened = checked_golden(hf, plan.prompts, truth=plan.case.truth)
     folders = [opened.recording.path]
     if task.is_forked:
         larger, _ = with_duplicate_requests(plan, opened, Schedule.of("forked"), hf)

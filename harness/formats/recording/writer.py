@@ -259,6 +259,11 @@ class RecordingWriter:
         for name, values in rows.tensors.items():
             self._add(self._step, name, values)
 
+    def extend_request(self, request_id: int, token_ids: Sequence[int]) -> None:
+        """Append tokens to a request that goes on with what was chosen; later steps may have rows of them."""
+        next(one for one in self._manifest.requests if one.id == request_id).token_ids.extend(token_ids)
+        self._tokens = RequestLengths(self._manifest.requests)
+
     def tap(self, name: str, tensor: torch.Tensor | np.ndarray[Any, Any]) -> None:
         """Write the tap `name` of this step: [rows, ...], torch's on any device or numpy's, with any strides."""
         step = self._open_step(f"tap {name!r}")

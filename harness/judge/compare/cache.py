@@ -52,6 +52,17 @@ def cache_errors(
                 yield operation, _joined(parts, writes.declared(operation))
 
 
+def reads_unwritten(locator: Locator, graph: Graph, usable: Collection[str]) -> bool:
+    """Whether a cache holds rows whose writing was not recorded: only a golden has what they should be."""
+    writes = _Writes(locator)
+    return any(
+        bool((writes.before(step, rows, operation.inputs[0])[:, 0] < 0).any())
+        for operation in graph
+        if operation.kind is Kind.CACHE and operation.tap in usable
+        for step, rows, _ in _read(operation, writes)
+    )
+
+
 class _Writes:
     """The latest computation of each prefix's content, as of each step that reads the cache back."""
 

@@ -12,7 +12,7 @@ from harness.formats.recording import Recording
 from harness.formats.taps import Graph
 from harness.judge.compare.align import Locator, match_requests
 from harness.judge.compare.batch import RowSample, rows_standing_out
-from harness.judge.compare.cache import cache_errors
+from harness.judge.compare.cache import cache_errors, reads_unwritten
 from harness.judge.compare.conventions.linear import QUANTISED_INPUTS
 from harness.judge.compare.coverage import (
     Requirements,
@@ -43,7 +43,7 @@ from harness.judge.compare.tokens import compare_acceptance, compare_tokens, tie
 from harness.judge.compare.triggers import Traits
 from harness.oracle.golden import LOGIT_NOISE, Golden
 from harness.oracle.model import HFModel
-from harness.results.check import Coverage, Finding, LogitResult, Outcome, RunResult, TokenResult
+from harness.results.check import Coverage, Finding, LogitResult, Outcome, Reference, RunResult, TokenResult
 
 TOKENS = "tokens"
 """The unsupported tap of an engine that cannot report its own choices."""
@@ -54,6 +54,8 @@ class Comparison:
     """The result of a comparison, and the evidence for the causes."""
 
     result: RunResult
+    expected: Golden
+    """What the recording was compared with; the truth of a plain golden if a verdict asked for it."""
     errors: Mapping[str, LocalErrors]
     """By tap: errors of operations that were judged separately, and of the caches and states read back."""
     evidence: Mapping[str, Evidence]
@@ -79,7 +81,8 @@ def compare_run(
 
     Args:
         actual: what the engine recorded.
-        expected: the golden, or another recording without noise.
+        expected: the golden, or another recording without noise. The truth of a plain golden is asked for where a
+            verdict depends on it: where not every operation was judged by itself, or anything differs.
         hf: the model that replays every operation separately; without it, rows are only compared.
         requirements: what `actual` must hold to pass; by default the taps of `expected`, and a decode step.
         truth: precision in which operations are replayed: `float64`, `float32` or `auto`.
@@ -90,11 +93,39 @@ def compare_run(
     Raises:
         HarnessError: the recordings have different prompts or dtypes, or one of them is damaged.
     """
-    begin, sides, required = time.perf_counter(), _sides(actual, expected, hf), requirements or Requirements()
+    begin, required, expected = time.perf_counter(), requirements or Requirements(), expected.at_hand
+    sides = _sides(actual, expected, hf)
     judgements = _judge(sides, hf, truth=truth, stops_early=stops_early, sample=sample, progress=progress)
-    tokens, coverage, gaps = _tokens_and_coverage(sides, expected, hf, judgements, required)
+    comparison = _combined(sides, expected, hf, judgements, required)
+    if expected.is_plain and _asks_for_truth(sides, judgements, comparison.result, required):
+        expected = expected.truth
+        sides = _sides(actual, expected, hf)
+        judgements = _judge(sides, hf, truth=truth, replayed=judgements)
+        comparison = _combined(sides, expected, hf, judgements, required)
     for recording in (actual, expected.recording):
         recording.verify_all()
+    return replace(comparison, result=replace(comparison.result, compare_s=time.perf_counter() - begin))
+
+
+def _asks_for_truth(sides: "_Sides", judgements: "_Judgements", result: RunResult, required: Requirements) -> bool:
+    """Whether a verdict depends on the truth, or the report of a failure states distances from it."""
+    is_through_others = any(judged.errors is None and judged.is_in_graph for judged in judgements.judged)
+    return (
+        bool(result.findings or judgements.propagation.other_choices)
+        or is_through_others
+        or result.tokens.equal < result.tokens.compared
+        or any(step.differs for step in result.acceptance)
+        or "near_tie" in required.require
+        or reads_unwritten(sides.ours, sides.graph, sides.usable)
+    )
+
+
+def _combined(
+    sides: "_Sides", expected: Golden, hf: HFModel | None, judgements: "_Judgements", required: Requirements
+) -> Comparison:
+    """Combine the judgements into a result."""
+    actual = sides.actual
+    tokens, coverage, gaps = _tokens_and_coverage(sides, expected, hf, judgements, required)
     findings = [*sides.findings, *_findings(sides, judgements), *gaps]
     num_tokens = tokens.compared if required.accepts_tokens else 0
     misshapen = [finding.tap for finding in sides.findings if finding.tap is not None]
@@ -108,7 +139,7 @@ def compare_run(
         tokens=tokens,
         logits=judgements.propagation.logits,
         coverage=coverage,
-        compare_s=time.perf_counter() - begin,
+        propagated_from=_propagated_from(expected),
         positions=position_errors(judgements.propagation, sides.graph),
         bits=actual.bits,
         acceptance=compare_acceptance(
@@ -117,6 +148,7 @@ def compare_run(
     )
     return Comparison(
         result=result,
+        expected=expected,
         errors=judgements.errors,
         evidence={**judgements.local.evidence, **judgements.states.evidence},
         sound=judgements.local.sound,
@@ -139,6 +171,8 @@ class _Sides:
     noise: Mapping[str, torch.Tensor]
     sketched: Collection[str]
     """Taps for which the golden holds only sketches."""
+    is_plain: bool
+    """Whether the golden is HF's run in the engine's dtype, whose caches no bound holds for."""
 
 
 def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
@@ -162,6 +196,7 @@ def _sides(actual: Recording, expected: Golden, hf: HFModel | None) -> _Sides:
         theirs=Locator(expected.recording, aliases),
         noise=expected.noise,
         sketched=expected.sketched,
+        is_plain=expected.is_plain,
     )
 
 
@@ -183,37 +218,47 @@ def _judge(
     hf: HFModel | None,
     *,
     truth: str,
-    stops_early: bool,
-    sample: RowSample | None,
-    progress: Progress | None,
+    stops_early: bool = False,
+    sample: RowSample | None = None,
+    progress: Progress | None = None,
+    replayed: _Judgements | None = None,
 ) -> _Judgements:
-    """Judge each operation separately, the caches and states, and the propagated errors."""
+    """Judge each operation separately, the caches and states, and the propagated errors.
+
+    Only the latter two are judged if the operations were `replayed` before.
+    """
     actual, graph, usable = sides.actual, sides.graph, sides.usable
-    local, done = LocalJudgement(), list[Propagation]()
+    local, done = LocalJudgement() if replayed is None else replayed.local, list[Propagation]()
     with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
         beside.submit(
             lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable, sketched=sides.sketched)
         )
-        if sample is not None:  # the sample includes outliers, so propagation is needed first
+        if replayed is None and sample is not None:  # the sample includes outliers, so propagation is needed first
             done = list(beside.finished())
             sample = replace(sample, standing_out=rows_standing_out(done[0]))
-        if hf is not None:
+        if replayed is None and hf is not None:
             local = local_errors(
                 actual, hf, usable, truth=truth, stops_early=stops_early, sample=sample, progress=progress
             )
         (propagation,) = done or beside.finished()
-    theirs = sides.theirs if _runs_as_the_golden(local) else None
+    theirs = sides.theirs if _runs_as_the_golden(local) and not sides.is_plain else None
     caches = cache_errors(sides.ours, graph, usable, theirs, sides.noise, sketched=sides.sketched)
     errors = {**local.errors, **{op.tap: cache for op, cache in caches}}
-    states, runs = LocalJudgement(), None
-    if hf is not None and not local.is_partial:
+    states, runs = (LocalJudgement(), None) if replayed is None else (replayed.states, replayed.runs)
+    if replayed is None and hf is not None and not local.is_partial:
         runs = StateRuns(actual, hf, usable, replay_dtype(truth, actual, hf))
         states = judge_states(runs, graph, usable)
-        errors |= states.errors
+    errors |= states.errors
     judged = judge(graph, errors, propagation)
     if local.is_partial:  # the other taps may be wrong, or may have wrong inputs
         judged = [judgement for judgement in judged if judgement.errors is not None]
     return _Judgements(local=local, errors=errors, states=states, runs=runs, propagation=propagation, judged=judged)
+
+
+def _propagated_from(expected: Golden) -> Reference:
+    if expected.is_plain:
+        return Reference.HF
+    return Reference.TRUTH if expected.noise else Reference.RECORDING
 
 
 def _runs_as_the_golden(local: LocalJudgement) -> bool:

@@ -281,7 +281,7 @@ class Explainer:
     @cached_property
     def _golden_of_caches(self) -> Locator:
         """The golden with full values of all cached taps; made again in a scratch folder if it holds only sketches."""
-        golden, kept = self.golden, {tap for op in self.hf.graph if op.kind is Kind.CACHE for tap in op.inputs}
+        golden, kept = self.golden.truth, {tap for op in self.hf.graph if op.kind is Kind.CACHE for tap in op.inputs}
         aliases = match_requests(golden.recording, self.recording, is_pool=golden.is_pool)
         if golden.info is not None and kept & golden.sketched.keys():
             prompts = [

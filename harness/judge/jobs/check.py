@@ -41,7 +41,7 @@ from harness.judge.jobs.served import ended_before_served, with_served_run
 from harness.judge.jobs.settings import compare_settings, with_settings
 from harness.oracle.golden import Golden
 from harness.oracle.lora import adapter_notes
-from harness.oracle.make_golden import cached_golden, keep_graph, kept_graph, open_cached_golden
+from harness.oracle.make_golden import checked_golden, keep_graph, kept_graph, open_cached_golden
 from harness.oracle.model import HFModel
 from harness.oracle.requests import Prompt
 from harness.oracle.untraced import parts_kept
@@ -96,7 +96,7 @@ def _check_engine(
         settings = compare_settings(plan, engine, hf)
         match_taps(plan, engine, hf.graph)
         plan = followed_schedules(plan, engine)
-        golden = cached or cached_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
+        golden = cached or checked_golden(hf, plan.prompts, truth=plan.case.truth, progress=report)
         if graph is None:
             keep_graph(hf)
         golden_s = time.perf_counter() - golden_begin
@@ -188,6 +188,7 @@ def _run_schedule(
             comparison = compare_planned(
                 plan, engine.capabilities, actual, golden, hf, require=require, progress=report
             )
+            golden = comparison.expected
             result = comparison.result if plan.case.stops_early else explain_run(comparison, actual, golden, hf)
             if out is not None:
                 _keep_culprit(comparison, actual, golden, hf, out / CULPRIT)
@@ -287,7 +288,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
             f"needs {100 * LEAST_JUDGED:.0f} %: the engine declares the rest unsupported"
         )
     elif judged and judged <= {graph.logits, *graph.head}:
-        yield f"only the logits were judged, which show {what_logits_show(golden.noise[graph.logits], graph)}"
+        yield f"only the logits were judged, which show {what_logits_show(golden.truth.noise[graph.logits], graph)}"
     elif not judged and plan.case.only == "tokens":
         yield "only tokens were compared, as asked: not one operation was judged"
     elif not judged and any(run.tokens.compared for run in runs):

@@ -23,9 +23,12 @@ from harness.formats.taps import layer_of
 from harness.judge.compare import compare_run
 from harness.judge.jobs.check import planned_sample
 from harness.judge.jobs.opened import describe_run, planned_model
+from harness.oracle.continuation import is_shown_by_decode
 from harness.oracle.decode import greedy_continuation
+from harness.oracle.golden import PLAIN
 from harness.oracle.make_golden import make_golden, open_cached_golden
 from harness.oracle.model import HFModel
+from harness.oracle.requests import batch_requests
 from harness.oracle.untraced import keeps_parts, parts_kept
 from harness.oracle.weights import ResidentWeights
 from harness.plan import Plan
@@ -39,7 +42,8 @@ _clock = time.perf_counter
 def run_estimate(plan: Plan, *, progress: Progress | None = None) -> CheckCost:
     """Return the cost of the plan's check without the engine's own runs; nothing is judged.
 
-    The golden is made and compared with HF's own recording, on the first layers. The time of a layer is multiplied by
+    A plain golden is made and compared with HF's own recording, on the first layers; that a verdict asks for the truth
+    is not foreseen. The time of a layer is multiplied by
     the number of layers, in proportion to their parameters; the time to write and read is in proportion to the bytes.
     The golden is made again here, so an estimate costs as much as a check of the first layers.
 
@@ -227,20 +231,21 @@ class _Run:
             yield
 
     def _make_golden(self) -> None:
-        plan, marks = self._plan, _Marks(self._order, self._first.paths)
-        with self._timed(self._continuation):
-            for prompt in plan.prompts:
-                greedy_continuation(self._hf, prompt.token_ids, prompt.max_new_tokens, prompt.inputs)
-        self.golden = make_golden(
-            self._hf,
-            plan.prompts,
-            self._folder / "golden",
-            truth=plan.case.truth,
-            progress=marks.note,
-            keeps_values=False,
-        )
-        self._truth = marks.seconds("truth")
-        self._truth_rest = _clock() - marks.begin("truth") - self._truth.layers - self._truth.others
+        """Make what a check begins with: a plain golden, or the truth of a model that has none."""
+        plan, marks, out = self._plan, _Marks(self._order, self._first.paths), self._folder / "golden"
+        self._truth, self._truth_rest = _Seconds(), 0.0
+        if is_shown_by_decode(self._hf, plan.prompts):
+            with self._timed(self._continuation):
+                self.golden = make_golden(self._hf, plan.prompts, out, truth=PLAIN, keeps_values=False)
+        else:
+            with self._timed(self._continuation):
+                for prompt in plan.prompts:
+                    greedy_continuation(self._hf, prompt.token_ids, prompt.max_new_tokens, prompt.inputs)
+            self.golden = make_golden(
+                self._hf, plan.prompts, out, truth=plan.case.truth, progress=marks.note, keeps_values=False
+            )
+            self._truth = marks.seconds("truth")
+            self._truth_rest = _clock() - marks.begin("truth") - self._truth.layers - self._truth.others
         self.golden_bytes = _Bytes.of(self.golden.recording, self._more)
         start = _clock()
         self.golden.recording.verify_all()
@@ -261,7 +266,7 @@ class _Run:
 
     def phases(self, weights: int, *, has_golden: bool) -> Iterator[PhaseCost]:
         """Return the phases of the whole model; each run of the model reads `weights` bytes."""
-        batches, golden = len(self.golden.recording.steps), self.golden_bytes
+        batches, golden = len(batch_requests(self._hf, self.golden.requests)), self.golden_bytes
         if has_golden:
             yield PhaseCost(name="golden from the cache", seconds=golden.share * self._verify, read_bytes=golden.all)
         else:
@@ -269,7 +274,8 @@ class _Run:
             seconds = self._all(self._truth) + golden.share * self._truth_rest
             yield PhaseCost(name="graph of the model", seconds=self._all(self._graph), read_bytes=2 * weights)
             yield PhaseCost(name="continuation", seconds=self._all(self._continuation), read_bytes=weights * tokens)
-            yield PhaseCost(name="truth and control", seconds=seconds, read_bytes=weights * batches)
+            if seconds:
+                yield PhaseCost(name="truth and control", seconds=seconds, read_bytes=weights * batches)
         times = sum(1 + schedule.is_repeated for schedule in self._plan.schedules)
         once = self._all(self._replay) + self._more * self._replay_rest
         read = weights * batches + golden.all + 2 * self.recording_bytes.all

@@ -19,7 +19,7 @@ from harness.formats.schedule import Schedule
 from harness.formats.taps import Graph, Kind
 from harness.oracle.golden import Golden
 from harness.oracle.lora import load_adapted
-from harness.oracle.make_golden import cached_golden, make_golden
+from harness.oracle.make_golden import cached_golden, checked_golden, make_golden
 from harness.oracle.model import HFModel
 from harness.oracle.requests import draft_requests, duplicate_requests, forked_prompts
 from harness.plan import Plan
@@ -91,7 +91,7 @@ def with_duplicate_requests(
     """
     if schedule.trigger != "forked":
         return golden, None
-    larger = cached_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.case.truth)
+    larger = checked_golden(hf, [*plan.prompts, *forked_prompts(golden)], truth=plan.case.truth)
     return larger, larger.requests[len(plan.prompts) :]
 
 

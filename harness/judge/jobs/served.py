@@ -5,9 +5,9 @@ about another computation than that of a server.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -21,13 +21,13 @@ from harness.formats.recording import Recording, RequestInfo
 from harness.formats.schedule import Schedule
 from harness.judge.compare.align import Locator, Rows, match_requests
 from harness.judge.compare.bits import rows_differ
-from harness.judge.compare.propagated import RATIO_BOUND
+from harness.judge.compare.propagated import RATIO_BOUND, propagated_errors
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.jobs.opened import record_run
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.plan import Plan
-from harness.results.check import AsServed, Finding, Outcome, RunResult, ServedStatus
+from harness.results.check import AsServed, Finding, Outcome, Reference, RunResult, ServedStatus
 
 _BLOCK_ROWS = 256
 
@@ -56,7 +56,7 @@ def with_served_run(
     reason = _reason_not_to_run(plan, engine, watched, result, hf)
     if reason is None:
         record = partial(record_run, plan, engine, schedule, golden.requests[: len(plan.prompts)], copies=copies)
-        compare = _Comparison(watched, golden, hf, _allowed_ratio(result, hf.graph.logits))
+        compare = _Comparison(watched, golden, hf, result)
         with scratch_folder("harness-") as folder:
             try:
                 return _with_runs(result, served, record, compare, folder)
@@ -117,15 +117,13 @@ def _reason_not_to_run(
     return None
 
 
-def _allowed_ratio(result: RunResult, tap: str) -> float:
-    """Return how far a row may be from the watched run's, over HF's own error.
+def _allowed_ratio(ratios: Iterable[float | None]) -> float:
+    """Return how far a row may be from the watched run's, over HF's own error, if that has these `ratios` and passes.
 
     Each of two sound runs is as far from the truth as `RATIO_BOUND` allows, or the watched one is if it passes: it may
     follow another convention than HF, or choose other experts.
     """
-    ratios = [item.propagated_ratio_max for item in result.taps if item.name == tap]
-    is_sound = result.outcome is Outcome.PASS
-    return max([RATIO_BOUND, *(2 * ratio for ratio in ratios if is_sound and ratio and math.isfinite(ratio))])
+    return max([RATIO_BOUND, *(2 * ratio for ratio in ratios if ratio and math.isfinite(ratio))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +176,38 @@ class _Difference:
 class _Comparison:
     """Compares the logits of other runs with the watched ones."""
 
-    def __init__(self, watched: Recording, golden: Golden, hf: HFModel, allowed: float) -> None:
-        """Read HF's own error of the logits, by row; `allowed` is the largest distance over it."""
-        self.tap, self._names, self._allowed = hf.graph.logits, hf.graph.aliases, allowed
-        self._watched = Locator(watched)
-        self._golden = Locator(golden.recording, match_requests(golden.recording, watched, is_pool=golden.is_pool))
-        self._noise = golden.noise[self.tap].to(torch.float64)
-        self._least = max(float(self._noise.nanmedian()), rounding_unit(engine_dtype(watched)))
+    def __init__(self, watched: Recording, golden: Golden, hf: HFModel, result: RunResult) -> None:
+        """Compare runs with the watched one, whose result is given; the golden is asked where bits differ."""
+        self.tap, self._names, self._graph, self._result = hf.graph.logits, hf.graph.aliases, hf.graph, result
+        self._recording, self._watched, self._expected = watched, Locator(watched), golden
+
+    @cached_property
+    def _truth(self) -> Golden:
+        return self._expected.truth
+
+    @cached_property
+    def _golden(self) -> Locator:
+        recording = self._truth.recording
+        return Locator(recording, match_requests(recording, self._recording, is_pool=self._truth.is_pool))
+
+    @cached_property
+    def _noise(self) -> torch.Tensor:
+        """HF's own error of the logits, by row of the truth."""
+        return self._truth.noise[self.tap].to(torch.float64)
+
+    @cached_property
+    def _least(self) -> float:
+        return max(float(self._noise.nanmedian()), rounding_unit(engine_dtype(self._recording)))
+
+    @cached_property
+    def _allowed(self) -> float:
+        """How far a row may be from the watched run's, over HF's own error."""
+        ratios: list[float | None] = [item.propagated_ratio_max for item in self._result.taps if item.name == self.tap]
+        if self._result.propagated_from is Reference.HF:
+            noise, tap = self._truth.noise, {self.tap}
+            of_logits = propagated_errors(self._recording, self._golden, noise, self._graph, tap).errors
+            ratios = [float(errors.ratio.max()) for errors in of_logits.values()]
+        return _allowed_ratio(ratios if self._result.outcome is Outcome.PASS else ())
 
     def with_run(self, folder: Path) -> _Difference:
         """Compare the run that was recorded in a folder."""
@@ -200,7 +223,7 @@ class _Comparison:
             is_exact=bool(is_exact.all()),
             ratio=ratio,
             is_other_choice=is_other,
-            allowed=self._allowed,
+            allowed=RATIO_BOUND if bool(is_exact.all()) else self._allowed,
         )
 
     def _compared(self, rows: Rows, run: Locator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -216,8 +239,10 @@ class _Comparison:
         if actual.shape == expected.shape:
             if actual.dtype == expected.dtype:
                 is_exact[is_there] = ~rows_differ(actual, expected)
-            distance = row_errors(actual, expected) / self._noise_at(rows.select(is_there))
-            ratio[is_there] = torch.where(is_exact[is_there], 0.0, distance)
+            ratio[is_there] = 0.0
+            if bool((others := is_there & ~is_exact).any()):
+                at = others[is_there]
+                ratio[others] = row_errors(actual[at], expected[at]) / self._noise_at(rows.select(others))
             is_other[is_there] = actual.argmax(dim=1) != expected.argmax(dim=1)
         return is_exact, ratio, is_other
 

@@ -20,6 +20,7 @@ from harness.results.check import (
     LogitResult,
     Outcome,
     Provenance,
+    Reference,
     RunResult,
     SeenTensors,
     ServedStatus,
@@ -191,6 +192,10 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     logits = [run.logits for run in runs if run.logits]
     if logits:
         yield "logits", _logits(logits)
+    plain = [run.schedule for run in runs if run.propagated_from is Reference.HF]
+    if plain:
+        under = f" under {printable(', '.join(plain))}" if len(plain) < len(runs) else ""
+        yield "propagated", f"from HF in {result.dtype}{under}, in estimated roundings; no verdict needed the truth"
     if served is not None and served.status is not ServedStatus.NOT_DETERMINISTIC:
         yield "as served", _as_served(served)
     coverage = sum_coverage(runs)

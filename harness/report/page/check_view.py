@@ -30,7 +30,7 @@ from harness.report.check.table import (
     sections,
 )
 from harness.report.page.plot import Dot, Line, Plot, Scale, Tick, linear_scale, log_scale, polyline
-from harness.results.check import CheckResult, Outcome, PositionError, RunResult, TapResult
+from harness.results.check import CheckResult, Outcome, PositionError, Reference, RunResult, TapResult
 
 LEVELS = (1.0, 2.0, 4.0, 8.0, 16.0, 100.0, 1e4)
 """Roundings from which the next darker colour begins."""
@@ -99,10 +99,15 @@ def _title(tap: TapResult) -> str:
     if tap.local_roundings_max is not None:
         parts.append(f"{number(tap.local_roundings_max)} roundings, {number(tap.local_bound_share_max)} of the bound")
     if tap.propagated_ratio_max is not None:
-        parts.append(f"propagated {number(tap.propagated_ratio_max)} times HF's own")
+        parts.append(f"propagated {number(tap.propagated_ratio_max)}")
     return printable(" · ".join(parts))
 
 
+_AXES = {
+    Reference.TRUTH: "propagated error, as a multiple of HF's own",
+    Reference.HF: "propagated error against HF in the same dtype, in estimated roundings",
+    Reference.RECORDING: "propagated error, in estimated roundings",
+}
 _MAX_DOTS = 400
 """Taps drawn as dots of their own; of a deeper model only the wrong ones are."""
 
@@ -124,7 +129,7 @@ def growth_along_depth(run: RunResult) -> Plot | None:
             x=at,
             y=height,
             style="culprit" if tap.name == culprit else "wrong" if tap.verdict.is_wrong else "",
-            title=printable(f"{tap.name} · {number(ratio)} times HF's own" if ratio else f"{tap.name} · exact"),
+            title=printable(f"{tap.name} · propagated {number(ratio)}" if ratio else f"{tap.name} · exact"),
             label=printable(tap.site) if tap.name == culprit else "",
         )
         for (at, height), (tap, ratio) in zip(points, taps, strict=True)
@@ -134,7 +139,7 @@ def growth_along_depth(run: RunResult) -> Plot | None:
         x_ticks=_layer_ticks([tap for tap, _ in taps]),
         y_ticks=y.ticks(lambda value: "exact" if has_exact and value < 1.01 * y.low else power(value)),
         x_label="layer",
-        y_label="propagated error, as a multiple of HF's own",
+        y_label=_AXES[run.propagated_from],
         lines=(Line(path=_level(y.at(1.0)), style="rule"), Line(path=polyline(points), style="main")),
         dots=dots,
     )

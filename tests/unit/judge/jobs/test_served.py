@@ -171,7 +171,7 @@ class Flickering:
 def test_an_engine_that_is_not_deterministic_raises_no_alarm(folder, monkeypatch):
     """Its runs differ by less than the judge of operations sees; the bound is made smaller, to see it here."""
     monkeypatch.setattr(subject, "RATIO_BOUND", 1e-3)
-    monkeypatch.setattr(subject, "_allowed_ratio", lambda _result, _tap: 1e-3)
+    monkeypatch.setattr(subject, "_allowed_ratio", lambda _ratios: 1e-3)
     engine = Flickering(folder, [0, 1e-6, 2e-6])
     result = check(engine, folder)
     result.assert_ok()
