@@ -53,11 +53,15 @@ def files_read() -> dict[str, str]:
     named = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     skipped = ("/proc/", "/sys/", "/dev/", os.path.join(os.environ.get(LEFT_OUT, os.devnull), ""))  # noqa: PTH118
     data = {file for file in _opened - _written if not file.endswith(".pyc") and not file.startswith(skipped)}
-    files = sorted(data | {str(Path(file).absolute()) for file in named if isinstance(file, str)})
+    files = sorted(data | {_absolute(file) for file in named if isinstance(file, str)})
     digests = {file: _digest_as_read(file) for file in files if not _is_versioned(file)}
     digests |= _of_others
     _of_others.clear()
     return {file: digest for file, digest in digests.items() if digest is not None}
+
+
+def _absolute(file: str) -> str:
+    return file if file.startswith(os.sep) else str(Path(file).absolute())
 
 
 def file_digest(file: str) -> str | None:
@@ -84,10 +88,17 @@ def _digest(file: str, _changed_ns: int) -> str | None:
 
 def _is_versioned(file: str) -> bool:
     """Whether a file belongs to the standard library, or to a wheel as it was installed."""
-    with suppress(KeyError, OSError):
-        return Path(file).stat().st_mtime <= _files_of_wheels()[file] + _CLOCKS_DIFFER_S
-    library = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
-    return file.startswith(library) and "-packages" not in file
+    installed = _files_of_wheels().get(file)
+    if installed is None:
+        return file.startswith(_library()) and "-packages" not in file
+    with suppress(OSError):
+        return os.stat(file).st_mtime <= installed + _CLOCKS_DIFFER_S  # noqa: PTH116  thousands of files a task
+    return False
+
+
+@cache
+def _library() -> tuple[str, ...]:
+    return tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 
 
 @cache
