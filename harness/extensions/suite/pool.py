@@ -23,6 +23,7 @@ from harness.engines.process import EngineProcess
 from harness.errors import Code, HarnessError
 from harness.extensions.suite.preflight import node_name
 from harness.extensions.suite.task import GIB, TASK_OUTCOME, Loss, Resources, SuiteCase, Task, TaskOutcome, TaskResult
+from harness.extensions.suite.task_queue import TaskQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,8 @@ class Pool(Protocol):
     def refusal(self, case: SuiteCase) -> str | None:
         """Say what there is, where no machine has all that a case asks for; None if one has."""
 
-    def has_room(self, task: Task) -> bool:
-        """Whether the task can be handed over now."""
-
-    def submit(self, task: Task) -> None:
-        """Hand a task over; it is run once."""
+    def start(self, queue: TaskQueue) -> Task | None:
+        """Take a task out of the queue and run it once; None where nothing in the queue has room now."""
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """Return the tasks that ended since the last call; wait for one, but not longer than that."""
@@ -222,22 +220,27 @@ class LocalPool:
         """See `Pool.refusal`."""
         return None if case.resources.within(self._all) else f"this machine has {self._all}"
 
-    def has_room(self, task: Task) -> bool:
-        """See `Pool.has_room`."""
-        used = [running.case.resources for running, _ in self._running.values()]
-        wanted = [*used, task.case.resources]
+    def start(self, queue: TaskQueue) -> Task | None:
+        """See `Pool.start`: in the order of the queue; a task that has no room does not hold up others after it."""
+        if len(self._running) >= self._num_workers:
+            return None
+        fitting = next((group for group in queue.groups() if self._has_room(group.case.resources)), None)
+        if fitting is None:
+            return None
+        task = queue.take(fitting)
+        gpus = [self._gpus.pop() for _ in range(_whole(task.case.resources))]
+        more = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+        self._running[self._threads.submit(self._shelf.run, task, more)] = (task, gpus)
+        return task
+
+    def _has_room(self, asked: Resources) -> bool:
+        wanted = [*(running.case.resources for running, _ in self._running.values()), asked]
         total = Resources(
             cpus=sum(item.cpus for item in wanted),
             memory_gib=sum(item.memory_gib for item in wanted),
             gpus=sum(_whole(item) for item in wanted),
         )
-        return len(used) < self._num_workers and total.within(self._all)
-
-    def submit(self, task: Task) -> None:
-        """See `Pool.submit`."""
-        gpus = [self._gpus.pop() for _ in range(_whole(task.case.resources))]
-        more = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
-        self._running[self._threads.submit(self._shelf.run, task, more)] = (task, gpus)
+        return total.within(self._all)
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """See `Pool.wait`."""

@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +18,17 @@ from harness.extensions.suite.nodes import (
     refuse_store,
     run_on_node,
 )
+from harness.extensions.suite.placement import ClusterNode, choose
 from harness.extensions.suite.pool import START_LIMIT_S, Ended
 from harness.extensions.suite.preflight import fingerprint
 from harness.extensions.suite.store import Store
 from harness.extensions.suite.task import GIB, TASK_OUTCOME, Environment, Loss, Resources, SuiteCase, Task
+from harness.extensions.suite.task_queue import TaskQueue
 
 _REFRESH_S = 2.0
 _LOOK_LIMIT_S = 300.0
 _SILENCE_S = 300.0
 """Time beyond a task's limit and its process's start after which its node is taken for hung."""
-
-
-@dataclass(slots=True, kw_only=True)
-class ClusterNode:
-    """A node, and what of it is in use."""
-
-    id: str
-    all: Resources
-    look: Look
-    running: list[Resources] = field(default_factory=list)
-    models: set[str] = field(default_factory=set)
-    """Models that it has run: their weights are in its memory, as far as it reaches."""
-    is_trusted: bool = True
-    """False from a loss on it until it has been looked at again. A node that is dead, or whose disk is full, ends every
-    task at once: it would take all that there are before that is noticed."""
-
-    @property
-    def free(self) -> Resources:
-        """Return what no task of ours occupies."""
-        return Resources.model_construct(
-            cpus=self.all.cpus - sum(item.cpus for item in self.running),
-            memory_gib=self.all.memory_gib - sum(item.memory_gib for item in self.running),
-            gpus=self.all.gpus - sum(item.gpus for item in self.running),
-        )
-
-    def has(self, case: SuiteCase) -> bool:
-        """Return whether the node has the model, environment and engine, and, when it is idle, the resources."""
-        place = self.look.installed(case.environment)
-        has_engine = place is not None and case.case.engine in place.engines
-        return case.case.model not in self.look.missing_models and has_engine and case.resources.within(self.all)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,16 +82,16 @@ class RayPool:
         having = [node for node in self._nodes.values() if case.case.model not in node.look.missing_models]
         return "; ".join(f"{node.look.name} has {node.all}" for node in having[:3]) or "no node is left"
 
-    def has_room(self, task: Task) -> bool:
-        """See `Pool.has_room`."""
-        return self._place(task) is not None
-
-    def submit(self, task: Task) -> None:
-        """See `Pool.submit`."""
+    def start(self, queue: TaskQueue) -> Task | None:
+        """See `Pool.start`."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        node, resources = self._place(task), task.case.resources
-        assert node is not None
+        chosen = choose(self._nodes.values(), queue)
+        if chosen is None:
+            return None
+        node, group = chosen
+        task = queue.take(group)
+        resources = task.case.resources
         reference = self._run.options(
             num_cpus=resources.cpus,
             num_gpus=resources.gpus,
@@ -127,10 +99,10 @@ class RayPool:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False),
             name=task.label,
         ).remote(task.model_dump_json())
-        node.running.append(resources)
-        node.models.add(task.case.case.model)
+        node.begin(task, group.golden)
         deadline = time.monotonic() + task.case.time_limit_s + START_LIMIT_S + _SILENCE_S
         self._running[reference] = _Running(task=task, node=node, deadline=deadline)
+        return task
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """See `Pool.wait`."""
@@ -146,16 +118,9 @@ class RayPool:
         """See `Pool.close`."""
         self._ray.shutdown()
 
-    def _place(self, task: Task) -> ClusterNode | None:
-        """Return the node for a task: one that has run its model before, then the one with most that is free."""
-        case = task.case
-        trusted = [node for node in self._nodes.values() if node.is_trusted and node.has(case)]
-        fitting = [node for node in trusted if case.resources.within(node.free)]
-        return max(fitting, key=lambda node: (case.case.model in node.models, node.free.cpus), default=None)
-
     def _ended(self, reference: Any) -> Ended:
         running = self._running.pop(reference)
-        running.node.running.remove(running.task.case.resources)
+        running.node.end(running.task)
         name = running.node.look.name
         try:
             outcome = TASK_OUTCOME.validate_json(self._ray.get(reference))
@@ -171,7 +136,7 @@ class RayPool:
             if now > running.deadline:
                 self._ray.cancel(reference, force=True)
                 del self._running[reference]
-                running.node.running.remove(running.task.case.resources)
+                running.node.end(running.task)
                 loss = Loss(reason=f"node {running.node.look.name} gave no answer long after the time limit")
                 silent.append(Ended(task=running.task, outcome=loss, node=running.node.look.name))
         return silent

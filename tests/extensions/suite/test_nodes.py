@@ -7,10 +7,12 @@ import pytest
 from harness.errors import Code, HarnessError
 from harness.extensions.suite import nodes
 from harness.extensions.suite.nodes import Look, look, refuse_differences, refuse_missing, refuse_store
+from harness.extensions.suite.placement import ClusterNode, choose
 from harness.extensions.suite.preflight import Installation, fingerprint, installation
-from harness.extensions.suite.ray_pool import ClusterNode, RayPool, _Running
+from harness.extensions.suite.ray_pool import RayPool, _Running
 from harness.extensions.suite.store import Store
 from harness.extensions.suite.task import TASK_OUTCOME, Loss, Resources, Task, TaskResult
+from harness.extensions.suite.task_queue import TaskQueue
 
 
 def seen(name: str = "n", **more) -> Look:
@@ -34,18 +36,26 @@ def pool():
     return pool
 
 
+def chosen(pool, case):
+    return choose(pool._nodes.values(), TaskQueue([Task(kind="case", case=case)], {case.golden_digest(): ()}))
+
+
 def place(pool, case):
-    seen_node = pool._place(Task(kind="case", case=case))
-    return seen_node and seen_node.id
+    placed = chosen(pool, case)
+    return placed and placed[0].id
 
 
-def test_a_case_goes_where_its_model_has_run_and_else_where_most_is_free(pool, make_case):
+def test_a_case_goes_where_its_golden_is_and_else_where_most_is_free(pool, make_case):
     pool._nodes = {name: node(name, cpus=cpus) for name, cpus in (("a", 4.0), ("b", 2.0))}
-    assert place(pool, make_case("x")) == "a"
-    pool._nodes["b"].models.add("some/model")
-    assert place(pool, make_case("x")) == "b"
-    pool._nodes["b"].running += [Resources(), Resources()]
-    assert place(pool, make_case("x")) == "a"
+    case = make_case("x")
+    assert place(pool, case) == "a"
+    tasks = [Task(kind="case", case=case)] * 2
+    pool._nodes["b"].begin(tasks[0], case.golden_digest())
+    assert place(pool, case) == "b"
+    pool._nodes["b"].begin(tasks[1], case.golden_digest())
+    assert place(pool, case) == "a"
+    pool._nodes["b"].end(tasks[0])
+    assert place(pool, case) == "b"
 
 
 @pytest.mark.slow
@@ -83,8 +93,8 @@ class StubRay:
 
 def run_and_end(pool, task, said):
     """Put a task onto its node and end it."""
-    placed = pool._place(task)
-    placed.running.append(task.case.resources)
+    placed, group = chosen(pool, task.case)
+    placed.begin(task, group.golden)
     pool._running = {said: _Running(task=task, node=placed, deadline=0.0)}
     return pool._ended(said)
 

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from harness.extensions.suite.pool import Ended, LocalPool
 from harness.extensions.suite.result import CaseVerdict
 from harness.extensions.suite.run import MOST_ATTEMPTS, Driver
 from harness.extensions.suite.task import Loss, TaskResult, case_tasks
+from harness.extensions.suite.task_queue import TaskQueue
 
 
 def run(cases, folder: Path, pool=None, *, resume=False, **options):
@@ -40,12 +42,14 @@ class ScriptedPool:
     def refusal(self, case):
         return None
 
-    def has_room(self, task):
-        return self.has and len(self.waiting) < 2
-
-    def submit(self, task):
+    def start(self, queue):
+        group = next(iter(queue.groups()), None)
+        if group is None or not self.has or len(self.waiting) == 2:
+            return None
+        task = queue.take(group)
         self.waiting.append(task)
         self.submitted.append(task.label)
+        return task
 
     def wait(self, timeout_s):
         tasks, self.waiting = self.waiting, []
@@ -159,11 +163,11 @@ def test_what_no_machine_has_is_said_before_the_first_task(worker, make_case, tm
 def test_a_case_that_does_not_fit_beside_others_waits_and_holds_up_nobody(make_case):
     with closing(LocalPool(4)) as pool:
         total = pool._all.cpus
-        task = ScriptedTask(make_case("a", cpus=total))
-        assert pool.has_room(task)
+        large, small = make_case("a", cpus=total).resources, make_case("c").resources
+        assert pool._has_room(large)
         pool._running[object()] = (ScriptedTask(make_case("b")), [])
-        assert not pool.has_room(task)
-        assert pool.has_room(ScriptedTask(make_case("c")))
+        assert not pool._has_room(large)
+        assert pool._has_room(small)
 
 
 class ScriptedTask:
@@ -175,34 +179,28 @@ def test_what_has_ended_is_on_disk_before_anything_else_is_handed_over(make_case
     path, synced = tmp_path / "out" / "journal.jsonl", []
     monkeypatch.setattr(os, "fdatasync", lambda _descriptor: synced.append(path.read_bytes()))
     pool = ScriptedPool()
-    submit = pool.submit
-    pool.submit = lambda task: (missing.append(path.read_bytes() != synced[-1]) if synced else None, submit(task))
-    missing = []
+    start, missing = pool.start, []
+
+    def start_after_a_look(queue):
+        missing.extend([path.read_bytes() != synced[-1]] if synced else [])
+        return start(queue)
+
+    pool.start = start_after_a_look
     run([make_case(f"a{at}") for at in range(6)], tmp_path / "out", pool)
     assert missing
     assert not any(missing)
     assert len(synced) == 1 + 3, "once for each batch that ended"
 
 
-def test_a_task_that_has_no_room_does_not_hold_up_those_behind_it(make_case, tmp_path):
-    pool, asked = ScriptedPool(), []
-    has_room = pool.has_room
-
-    def no_gpu_until_the_others_are_done(task):
-        asked.append(task.label)
-        return has_room(task) and (not task.case.resources.gpus or len(pool.submitted) >= 4)
-
-    pool.has_room = no_gpu_until_the_others_are_done
-    cases = [make_case(f"gpu{at}", gpus=1.0) for at in range(3)] + [make_case(f"cpu{at}") for at in range(4)]
-    journal = tmp_path / "out"
-    journal.mkdir()
-    begun = Journal.begin(journal)
-    begun.add_golden(cases[0].golden_digest(), [], 1.0)  # all share it
-    begun.close()
-    result = run(cases, journal, pool, resume=True)
-    assert pool.submitted[:4] == ["cpu0", "cpu1", "cpu2", "cpu3"]
-    assert result.counts["pass"] == 7
-    assert asked[:3] == ["gpu0", "cpu0", "cpu1"], "what needs the same is asked for once"
+def test_a_task_that_has_no_room_does_not_hold_up_those_behind_it(make_case):
+    with closing(LocalPool(3)) as pool:
+        pool._shelf.run = lambda _task, _more: TaskResult(verdict="pass")
+        pool._running[Future()] = (ScriptedTask(make_case("running")), [])
+        cases = [make_case("large", cpus=pool._all.cpus), make_case("a"), make_case("b")]
+        queue = TaskQueue(case_tasks(cases, {}), {cases[0].golden_digest(): ()})
+        started = [pool.start(queue), pool.start(queue), pool.start(queue)]
+    assert [task and task.label for task in started] == ["a", "b", None]
+    assert [task.label for task in queue.drop_ready()] == ["large"]
 
 
 def test_progress_counts_what_runs_is_done_and_failed(make_case, tmp_path):
