@@ -124,7 +124,7 @@ STEPS = (
     Step(name="other-steps", usual_s=60, limit_s=150, fills="engine.md", commands=((
         *PYTHON, "-m", "tests.benchmarks.gpu_steps", 'decode("qwen3-8b", [1], fused_kernels=False)',
         'decode("qwen3-8b", [1, 16], kv_cache_dtype="float8_e4m3fn")', 'workload("qwen3-0.6b")',
-        'decode("qwen3-8b", [1], attention_backend="paged")',
+        'decode("qwen3-8b", [1], attention_backend="paged")', 'decode("qwen3-0.6b", [1, 16], compile_layers=True)',
     ),)),
     Step(name="float8", usual_s=150, limit_s=300, fills="engine.md", commands=(
         _bench("--shape", "qwen3-8b", "--repeats", "1", "--requests", "2", "--float8-weights", "--peer", "reference"),

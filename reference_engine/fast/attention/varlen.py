@@ -1,7 +1,7 @@
 """Attention by torch's own variable-length kernel (FlashAttention), reading pages through the block table. CUDA only.
 
-On a GPU nothing of this has been timed, and no session had one to run it on: what stands here was tested against the
-float64 definition with the kernel replaced by a function of the same signature.
+It has not run on a GPU, where it needs torch 2.13. It was tested against the float64 definition with the kernel
+replaced by a function of the same signature.
 
 Shapes: T tokens, R requests, B blocks, N query heads, K KV heads, H head dim.
 """
