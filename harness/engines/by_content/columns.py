@@ -6,6 +6,7 @@ it, or columns in another order.
 `T` rows, `W` columns of a value, `C` columns of all tensors together, `P` projections.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -317,11 +318,17 @@ class TableIndex:
     """The columns of tables; of a table with NaN or infinities, in the rows that have none."""
 
     def __init__(self, tables: Sequence[Table], *, rounding: float) -> None:
-        """Project the tables."""
+        """Project the tables, each content once: modules, operators and views show the same values."""
+        first_of: dict[bytes, int] = {}
+        self.copy_of = [first_of.setdefault(_digest(table.rows), at) for at, table in enumerate(tables)]
+        """By table, the first one that holds the same."""
+        self._copies: dict[int, list[int]] = defaultdict(list)
+        for at, first in enumerate(self.copy_of):
+            self._copies[first].append(at)
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for at, table in enumerate(tables):
-            kept = table.rows.isfinite().all(dim=1).nonzero()[:, 0].tolist()
-            if len(kept) >= min(_LEAST_ROWS, len(table.rows)):
+        for at in self._copies:
+            kept = tables[at].rows.isfinite().all(dim=1).nonzero()[:, 0].tolist()
+            if len(kept) >= min(_LEAST_ROWS, len(tables[at].rows)):
                 groups[tuple(kept)].append(at)
         self._groups = [
             (list(kept), places, ColumnIndex([_rows(tables[at], kept) for at in places], rounding=rounding))
@@ -333,17 +340,22 @@ class TableIndex:
 
     def can_tell(self, table: int) -> bool:
         """Whether a table has finite rows that tell what it holds."""
-        return table in self._told
+        return self.copy_of[table] in self._told
 
     def find(self, value: torch.Tensor, *, exactly: bool = False) -> list[Fit]:
         """Return the tables that hold a value [T, W], as `ColumnIndex.find`."""
         fits = [
-            replace(fit, index=places[fit.index])
+            replace(fit, index=at)
             for kept, places, index in self._groups
             for fit in index.find(value[kept], exactly=exactly)
+            for at in self._copies[places[fit.index]]
         ]
         exact = [fit for fit in fits if fit.error <= self.fine]
-        return sorted(exact or fits, key=lambda fit: fit.error)
+        return sorted(exact or fits, key=lambda fit: (fit.error, fit.index))
+
+
+def _digest(rows: torch.Tensor) -> bytes:
+    return hashlib.blake2b(rows.float().numpy().tobytes(), digest_size=16).digest()
 
 
 def _rows(table: Table, kept: Sequence[int]) -> torch.Tensor:

@@ -5,7 +5,6 @@ it follows from the engine's own values. A wrong value is found by the names of 
 what the engine computed next.
 """
 
-import hashlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -158,9 +157,7 @@ class TapFinder:
         self._hf, self._ids, self._rounding = hf, ids, rounding
         self.tables, self.last_rows = tables, last_rows
         self._index = TableIndex(tables, rounding=rounding)
-        first_of: dict[bytes, int] = {}
-        self._copy_of = [first_of.setdefault(_digest(table.rows), at) for at, table in enumerate(tables)]
-        """By table, the first one that holds the same."""
+        self._copy_of = self._index.copy_of
         self._relations = Relations(hf, ids, tables, rounding=rounding, limit=self._sharp_limit)
         self._names = names
         self._permutable = _before_attention(hf.graph)
@@ -615,6 +612,8 @@ class TapFinder:
 
         One whose name follows from those of other layers need only be the nearest. Return whether more was found.
         """
+        if not self._lost():
+            return False
         before = self._assumed
         self._walk(before)  # for the values that are lost
         operations = [op for op in self._lost() if op.tap in self._lost_values]
@@ -657,10 +656,6 @@ class TapFinder:
         named = [item for item in wide if self._names.likeness(item[0], logits) == 2] or wide
         if len(named) == 1:
             self.chosen[logits.tap] = named[0][1]
-
-
-def _digest(rows: torch.Tensor) -> bytes:
-    return hashlib.blake2b(rows.float().numpy().tobytes(), digest_size=16).digest()
 
 
 def have_one_size(rows: torch.Tensor) -> bool:

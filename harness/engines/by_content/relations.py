@@ -10,6 +10,7 @@ the two are tied to two taps. Of several tensors for a tap, or taps for a tensor
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, product, zip_longest
 
 import torch
@@ -92,14 +93,19 @@ class Relations:
         """
         self._hf, self._limit = hf, limit
         self._ids = ids[:_NUM_ROWS, :_NUM_ROWS]
+        self._rounding = rounding
+        self._names = [table.name for table in tables]
         self._rows = [table.rows[:_NUM_ROWS].float() for table in tables]
-        first = [Table(table.name, rows) for table, rows in zip(tables, self._rows, strict=True)]
-        self._index = TableIndex(first, rounding=rounding)
         halves = (dtype for dtype in (torch.float16, torch.bfloat16) if rounding_unit(dtype) <= 1.5 * rounding)
         self._dtype = [torch.float32, *halves][-1]  # a value that is rounded to it later is the same
         self._contents: dict[bytes, int] = {}
         self._num_weights = sum(weight.numel() for weight in hf.model.parameters())
         self._num_multiply_adds = 0
+
+    @cached_property
+    def _index(self) -> TableIndex:
+        """Of the tables; none is needed where every tap is found without relations."""
+        return TableIndex(list(map(Table, self._names, self._rows)), rounding=self._rounding)
 
     def candidate(self, table: int, columns: Columns) -> Candidate | None:
         """Return columns of a table as a candidate; None if they are not finite."""
