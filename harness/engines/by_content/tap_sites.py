@@ -110,6 +110,8 @@ class LaterSteps:
         """Sources that hold a tap for certain."""
         self._pending: dict[str, list[_Read]] = {}
         """Tensors that hold a tap's value at position 0, and not at later ones."""
+        self._others: dict[str, list[_Read]] = {}
+        """By tap with a tensor that holds its value, those that hold it at position 0 alone."""
         self._best_reads: dict[str, _Read] = {}
         self.taps: dict[str, MappedTap] = {}
         self.uncertain: dict[str, str] = {}
@@ -125,6 +127,8 @@ class LaterSteps:
         returned = self._read(self._returned(logits), is_by_request=True)
         if logits not in self.taps and returned is not None:
             self._take(logits, [returned], TapEvidence.DEFINITION)
+        for operation in self._hf.graph:
+            self._take_what_is_read(operation.tap)
         for operation in reversed(self._hf.graph.operations):
             lost = [self._hf.graph[tap] for tap in operation.inputs if tap not in self.taps]
             lost = [item for item in lost if item.kind not in _NO_VALUES]
@@ -158,6 +162,7 @@ class LaterSteps:
             self._pending[operation.tap] = left = [read for read in candidates if read.source not in self._taken]
             return in_place_of(value, left[-1].rows) if left else None
         self._taken |= {read.source for read in holding}
+        self._others[operation.tap] = [read for read, error in zip(candidates, errors, strict=True) if error > limit]
         is_by_consumers = tap.evidence is TapEvidence.CONSUMERS
         self._take(operation.tap, holding, TapEvidence.CONSUMERS if is_by_consumers else TapEvidence.CONTENT)
         return in_place_of(value, holding[0].rows)
@@ -206,6 +211,22 @@ class LaterSteps:
     def _best_read(self, tap: str) -> _Read | None:
         """Return the tensor that was found for a tap, or that may be it."""
         return self._best_reads.get(tap) or next(reversed(self._pending.get(tap, ())), None)
+
+    def _take_what_is_read(self, tap: str) -> None:
+        """Take another tensor than the one that holds a value, if all of several readers were computed from that.
+
+        A value that is changed behind the operation is one mistake, and not one of each reader.
+        """
+        readers = [op for op in self._hf.graph if tap in op.inputs and not op.is_kept]
+        if len(readers) < 2 or any(reader.tap not in self._pending for reader in readers):
+            return
+        trials: list[Mapping[str, _Read]] = [{tap: read} for read in self._others.get(tap, ())]
+        for reader in readers if trials else ():
+            trials = list(self._computing(reader, trials))
+        if trials:
+            self._take(tap, [trials[0][tap]], TapEvidence.CONSUMERS)
+            for reader in readers:
+                self._take(reader.tap, self._pending[reader.tap][-1:], TapEvidence.CONTENT)
 
     def _find_by(self, reader: Operation, lost: Sequence[Operation]) -> None:
         """Take the tensors for inputs of an operation from which HF computes what the engine has for it."""
