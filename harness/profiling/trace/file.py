@@ -21,9 +21,8 @@ from harness.profiling.trace.columns import Event, Trace, build_trace
 from harness.profiling.trace.nsight import is_nsight, read_nsight
 from harness.profiling.trace.perfetto import ENDINGS, is_perfetto, read_perfetto
 
-_PIECE_BYTES = 1 << 23
-"""Of the text that are decoded at once: little memory, and enough to make a piece cheap."""
-_CHUNK_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
+"""Of the text that are decoded at once: larger pieces take more memory, and no less time."""
 _MOST_EXPANSION = 100
 """Largest content of a gzipped trace, in sizes of the file; traces of torch are 10 to 30 times as large."""
 GZIP_MAGIC = b"\x1f\x8b"
@@ -243,7 +242,7 @@ class _Decompressed:
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file, self._path = gzip.GzipFile(fileobj=file), path
-        self._num_left = _MOST_EXPANSION * max(path.stat().st_size, _CHUNK_BYTES)
+        self._num_left = _MOST_EXPANSION * max(path.stat().st_size, _PIECE_BYTES)
 
     def read(self, num_bytes: int) -> bytes:
         """Return so many bytes, fewer at the end; all that are left for -1.
@@ -252,7 +251,7 @@ class _Decompressed:
             HarnessError: TRACE_DAMAGED: it expands to more than any trace does.
         """
         if num_bytes < 0:
-            return b"".join(iter(partial(self.read, _CHUNK_BYTES), b""))
+            return b"".join(iter(partial(self.read, _PIECE_BYTES), b""))
         text = self._file.read(num_bytes)
         self._num_left -= len(text)
         if self._num_left < 0:
