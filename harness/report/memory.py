@@ -83,6 +83,8 @@ def device_lines(device: DeviceMemory) -> list[str]:
         f"awaiting free {_mib(device.awaiting_free_bytes)}, "
         f"free {_mib(device.free_bytes)}, the largest piece of it {_mib(device.largest_free_bytes)}",
     ]
+    if device.private_free_bytes:
+        lines.append(f"{_mib(device.private_free_bytes)} MiB of what is free are in private pools, of CUDA graphs only")
     if device.peak_bytes is None:
         lines.append("no history: torch.cuda.memory._record_memory_history() keeps it")
     else:
@@ -132,11 +134,12 @@ def _refused(refused: OutOfMemory, device: DeviceMemory) -> str:
     """Return what did not fit. What the allocator kept then is not in the file: what it keeps now may tell."""
     free = "unknown" if refused.device_free_bytes is None else f"{_mib(refused.device_free_bytes)} MiB"
     text = f"out of memory: {_mib(refused.requested_bytes)} MiB at {refused.place}, the device had {free} left"
-    if device.largest_free_bytes < refused.requested_bytes <= device.free_bytes:
+    shared_bytes = device.free_bytes - device.private_free_bytes
+    if device.largest_free_bytes < refused.requested_bytes <= shared_bytes:
         text += "; it is free by now, in smaller pieces: fragmentation"
         text += "" if "expandable_segments" in device.settings else ", which expandable_segments:True avoids"
     fitted = max(device.largest_free_bytes, refused.device_free_bytes or 0)
-    whole = device.free_bytes + (refused.device_free_bytes or 0)
+    whole = shared_bytes + (refused.device_free_bytes or 0)
     return f"{text}; {_mib(fitted)} MiB would fit now, {_mib(whole)} if all of it were one piece"
 
 

@@ -63,7 +63,9 @@ class DeviceMemory:
     requested_bytes: int
     """Requested bytes of `allocated_bytes`, before rounding up."""
     largest_free_bytes: int
-    """The largest unused piece of a segment."""
+    """The largest unused piece of a segment, private pools left out."""
+    private_free_bytes: int
+    """Unused in private pools, as of CUDA graphs: no other allocation can have it."""
     num_segments: int
     num_events: int
     """Of the history; 0 where none was recorded."""

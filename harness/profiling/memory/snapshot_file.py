@@ -33,6 +33,8 @@ class Block:
     state: str
     frames: tuple[Frame, ...]
     category: str | None
+    is_private: bool = False
+    """Whether it is in a pool of its own, as of a CUDA graph: no allocation outside of the graph can have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ class _Reader:
 
     def _blocks(self, segment: Mapping[str, Any]) -> Iterator[Block]:
         address = _typed(segment, "address", int)
+        is_private = any(_typed(segment, "segment_pool_id", tuple, ()))
         for block in _typed(segment, "blocks", list):
             size = _typed(block, "size", int)
             yield Block(
@@ -138,6 +141,7 @@ class _Reader:
                 state=_typed(block, "state", str),
                 frames=self._frames(block.get("frames")),
                 category=_typed(block, "category", str, "") or None,
+                is_private=is_private,
             )
             address += size
 

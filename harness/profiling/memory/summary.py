@@ -163,13 +163,15 @@ def diff_memory(before: Path, after: Path) -> MemoryDiff:
 def _device(snapshot: DeviceSnapshot) -> DeviceMemory:
     used: dict[int, _Piece] = {block.address: block for block in snapshot.blocks if block.state == IN_USE}
     history = _History(snapshot.events, used)
+    free = [block for block in snapshot.blocks if block.state == "inactive"]
     return DeviceMemory(
         device=snapshot.device,
         reserved_bytes=sum(snapshot.segment_bytes),
         allocated_bytes=sum(piece.num_bytes for piece in used.values()),
         awaiting_free_bytes=sum(block.num_bytes for block in snapshot.blocks if block.state in _AWAITING),
         requested_bytes=sum(block.requested_bytes for block in snapshot.blocks if block.state == IN_USE),
-        largest_free_bytes=max((block.num_bytes for block in snapshot.blocks if block.state == "inactive"), default=0),
+        largest_free_bytes=max((block.num_bytes for block in free if not block.is_private), default=0),
+        private_free_bytes=sum(block.num_bytes for block in free if block.is_private),
         num_segments=len(snapshot.segment_bytes),
         num_events=len(snapshot.events),
         peak_bytes=history.peak_bytes if snapshot.events else None,

@@ -95,6 +95,17 @@ def test_older_versions_of_torch_note_no_times(write):
     assert "peak 9.00 MiB, in a history of 6 events without times" in memory_text([summary])
 
 
+def test_what_is_free_in_the_pool_of_a_graph_fits_nothing_else(write):
+    pool = segment([block(64 * MIB, 30 * MIB, "inactive")]) | {"segment_pool_id": (0, 1)}
+    shared = [held | {"segment_pool_id": (0, 0)} for held in SNAPSHOT["segments"]]
+    summary = summarize_memory(write(SNAPSHOT | {"segments": [*shared, pool]}))
+    (device,) = summary.devices
+    assert (device.free_bytes, device.private_free_bytes, device.largest_free_bytes) == (34 * MIB, 30 * MIB, 2 * MIB)
+    text = memory_text([summary])
+    assert "30.00 MiB of what is free are in private pools" in text
+    assert "2.00 MiB would fit now, 5.00 if all of it were one piece" in text
+
+
 def test_torch_is_known_by_its_folder_on_windows_too(write):
     functional = {"filename": r"C:\env\Lib\site-packages\torch\functional.py", "line": 373, "name": "einsum"}
     model = {"filename": r"D:\engine\model.py", "line": 12, "name": "forward"}
