@@ -69,29 +69,29 @@ class ClusterNode:
 def choose(nodes: Collection[ClusterNode], queue: TaskQueue) -> tuple[ClusterNode, TaskGroup] | None:
     """Return the task that runs next, as the first of its group, and its node; None where nothing has room.
 
-    Goldens come before cases. Of the nodes with room, one that has something of its own comes first, then the one with
+    Goldens come before cases. Of the nodes with room, one that has the golden of a task comes first, then the one with
     most CPUs that are free.
     """
     roomy = [node for node in nodes if node.is_trusted and node.free.cpus > 0]
     roomy.sort(key=lambda node: -node.free.cpus)
     for groups in (queue.goldens, queue.cases) if roomy else ():
-        chosen = _own(roomy, groups) or _other(roomy, groups, nodes)
+        chosen = _choose_held(roomy, groups) or _choose_lacking(roomy, groups, nodes)
         if chosen is not None:
             return chosen
     return None
 
 
-def _own(roomy: Iterable[ClusterNode], groups: TaskGroups) -> tuple[ClusterNode, TaskGroup] | None:
+def _choose_held(roomy: Iterable[ClusterNode], groups: TaskGroups) -> tuple[ClusterNode, TaskGroup] | None:
     """Choose among the goldens that a node has."""
     for node in roomy:
         there = [golden for golden in node.goldens if golden in groups]
-        own = [group for golden in there for group in groups.of(golden) if node.fits(group)]
-        if own:
-            return node, max(own, key=lambda group: (len(group.tasks), group.golden))
+        fitting = [group for golden in there for group in groups.of(golden) if node.fits(group)]
+        if fitting:
+            return node, max(fitting, key=lambda group: (len(group.tasks), group.golden))
     return None
 
 
-def _other(
+def _choose_lacking(
     roomy: Iterable[ClusterNode], groups: TaskGroups, nodes: Iterable[ClusterNode]
 ) -> tuple[ClusterNode, TaskGroup] | None:
     """Choose a golden that a node lacks: of a model that it has run, and with most tasks for each node."""

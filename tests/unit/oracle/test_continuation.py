@@ -58,9 +58,9 @@ def test_a_plain_golden_has_every_row_of_hfs_own_run(load, tmp_path, monkeypatch
     hf = load("qwen3-tiny", dtype)
     plain = make_golden(hf, PROMPTS, tmp_path / "plain", truth=PLAIN)
     truth = make_golden(hf, PROMPTS, tmp_path / "truth")
-    for request, other, prompt in zip(plain.requests, truth.requests, PROMPTS, strict=True):
+    for request, same_request, prompt in zip(plain.requests, truth.requests, PROMPTS, strict=True):
         new = greedy_continuation(hf, prompt.token_ids, prompt.max_new_tokens)
-        assert request.token_ids == [*prompt.token_ids, *new[:-1]] == other.token_ids
+        assert request.token_ids == [*prompt.token_ids, *new[:-1]] == same_request.token_ids
         for tap in (op.tap for op in hf.graph if not op.is_kept):
             ours, theirs = (rows_of(golden, tap, request).flatten(1) for golden in (plain, truth))
             assert float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).max()) < distance, tap
