@@ -60,6 +60,8 @@ def entry(group: str, name: str) -> EntryPoint:
         raise HarnessError(code, what, where=where, actual=actual, hint="uninstall one of the packages")
     what, expected = f"no {noun} is called {name!r}", ", ".join(names(group))
     hint = "install the package that provides it"
+    if group == ENGINES:
+        hint += ", or give harness.check() an object that computes steps: docs/check-any-engine.md"
     raise HarnessError(code, what, where=where, expected=expected, actual=name, hint=hint)
 
 
