@@ -7,7 +7,7 @@ import errno
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,11 @@ def cached_golden(
     """Return the golden of `prompts` from the cache; made first if it is not there, is damaged, or is another one.
 
     A golden that had to be made again says so in its notes. With `keeps_values` it holds no sketches; else it may.
-    Where it is made, `continued` are its requests if HF's continuation is known.
+    `continued` are its requests if HF's continuation is known.
     """
     key = golden_key(hf, prompts, truth)
     notes: tuple[str, ...] = ()
+    of_these = partial(_of_tokens, hf, prompts, continued, truth=truth, progress=progress, keeps_values=keeps_values)
     for folder in _cached_folders(key):
         try:
             golden = _open_cached(folder, key)
@@ -128,10 +129,8 @@ def cached_golden(
             notes = (f"the golden in the cache was not used, and was made again: {error.what}",)
             _discard(folder)
         else:
-            if not (keeps_values and golden.sketched) and _has_tokens(golden, continued):
-                return golden
-            if continued:  # of another continuation, by a tie of two tokens
-                _discard(folder)
+            if not (keeps_values and golden.sketched):
+                return of_these(golden)
     folder = _folder(key, keeps_values=keeps_values)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -145,14 +144,26 @@ def cached_golden(
     except HarnessError as error:
         if error.code is not Code.OUTPUT_EXISTS:
             raise
-        golden = _open_cached(folder, key)  # another process was faster: its golden is the same
+        golden = of_these(_open_cached(folder, key))  # another process was faster
     golden.notes = notes
     return golden
 
 
-def _has_tokens(golden: Golden, requests: Sequence[RequestInfo]) -> bool:
-    """Whether a golden is of these requests, if there are any."""
-    return not requests or [one.token_ids for one in golden.requests] == [one.token_ids for one in requests]
+def _of_tokens(
+    hf: HFModel, prompts: Sequence[Prompt], requests: Sequence[RequestInfo], golden: Golden, **options: Any
+) -> Golden:
+    """Return a golden if it is of these requests, or there are none; else that of their tokens, which are forced.
+
+    The continuation is another where two tokens tie, and the golden may be in use by another process.
+    """
+    tokens = [tuple(request.token_ids) for request in requests]
+    if not tokens or tokens == [tuple(request.token_ids) for request in golden.requests]:
+        return golden
+    forced = [
+        replace(prompt, token_ids=ids, max_new_tokens=1, prompt_length=request.prompt_length)
+        for prompt, request, ids in zip(prompts, requests, tokens, strict=True)
+    ]
+    return cached_golden(hf, forced, **options)
 
 
 def checked_golden(

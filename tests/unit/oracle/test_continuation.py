@@ -96,15 +96,31 @@ def test_a_plain_golden_stays_in_the_cache(load, made):
     assert made == [PLAIN, "auto"]
 
 
-def test_a_truth_of_other_tokens_is_made_again(load, made):
-    """Two tokens may tie, and another number of threads chooses the other one."""
-    hf = load("qwen3-tiny")
-    golden = checked_golden(hf, PROMPTS[:1])
-    (request,) = golden.requests
-    request.token_ids[-1] += 1
-    cached_golden(hf, PROMPTS[:1])
-    assert golden.truth.requests[0].token_ids == request.token_ids
-    assert made == [PLAIN, "auto", "auto"]
+@pytest.fixture
+def other_tokens(load):
+    """A plain golden whose last token is another: two may tie, and another number of threads chooses the other one."""
+    golden = checked_golden(load("qwen3-tiny"), PROMPTS[:1])
+    golden.requests[0].token_ids[-1] += 1
+    return golden
+
+
+def test_a_truth_of_other_tokens_is_made_beside_the_one_that_is_there(load, other_tokens, made):
+    there = cached_golden(load("qwen3-tiny"), PROMPTS[:1])
+    assert other_tokens.truth.requests == other_tokens.requests
+    assert made == ["auto", "auto"]
+    assert open_golden(there.recording.path).requests == there.requests, "another process may be reading it"
+
+
+def test_a_faster_process_may_have_made_the_truth_of_other_tokens(load, other_tokens, monkeypatch):
+    make, hf = make_golden, load("qwen3-tiny")
+
+    def made_meanwhile(*args, **options):
+        monkeypatch.setattr(making_module, "make_golden", make)
+        cached_golden(hf, PROMPTS[:1])
+        return make(*args, **options)
+
+    monkeypatch.setattr(making_module, "make_golden", made_meanwhile)
+    assert other_tokens.truth.requests == other_tokens.requests
 
 
 def test_noise_beside_a_plain_golden_is_refused(load, tmp_path):
