@@ -44,8 +44,7 @@ class TapJudgement:
         assert self.propagated is not None
         if not self.is_in_graph:
             return torch.zeros(len(self.rows), dtype=torch.bool)
-        # If the expected side is not finite, there is no reference; that is a separate finding.
-        return self.propagated.is_far | ~self.propagated.metrics.is_finite
+        return self.propagated.is_bad
 
     @property
     def is_bad(self) -> bool:
@@ -96,6 +95,16 @@ class TapJudgement:
         if self.effect is not None:
             return Verdict.SYSTEMATIC
         return Verdict.CONVENTION if self.errors.convention else Verdict.NOISE
+
+    @cached_property
+    def only_propagated(self) -> torch.Tensor:
+        """[propagated rows] bool: those without errors by replay, which lacks what they were computed from."""
+        if self.errors is None or self.propagated is None or self.operation.is_kept:
+            return torch.zeros(0 if self.propagated is None else len(self.propagated.rows), dtype=torch.bool)
+        by_itself, rows = (
+            rows.request * (1 << 32) + rows.position for rows in (self.errors.rows, self.propagated.rows)
+        )
+        return ~torch.isin(rows, by_itself)
 
     def ratio_at(self, at: int) -> float | None:
         """Return the ratio of the propagated error of a row to that of HF; None if the golden does not have the row."""
@@ -150,6 +159,23 @@ def bad_finding(judged: TapJudgement) -> Finding:
         message = f"{tap} is {judged.ratio_at(at):.3g} times as far from the truth as HF in {count}"
     message += _not_tried(judged)
     return Finding(code=code, message=message, tap=tap, request=request, position=position)
+
+
+def rest_finding(judged: TapJudgement) -> Finding | None:
+    """Return the finding on rows that only propagation judges, of a tap of which replay judges others; or None."""
+    if judged.propagated is None or not judged.propagated.has_noise:
+        return None
+    bad = judged.only_propagated & judged.propagated.is_bad
+    if not bool(bad.any()):
+        return None
+    at, tap = judged.propagated.rows.first(bad), judged.operation.tap
+    request, position = int(judged.propagated.rows.request[at]), int(judged.propagated.rows.position[at])
+    message = (
+        f"{tap} is {float(judged.propagated.ratio[at]):.3g} times as far from the truth as HF in {int(bad.sum())} of "
+        f"{int(judged.only_propagated.sum())} rows that only propagation judges, since their inputs were not recorded, "
+        f"the first at request {request}, position {position}"
+    )
+    return Finding(code=Code.PROPAGATED_ERROR, message=message, tap=tap, request=request, position=position)
 
 
 def _not_tried(judged: TapJudgement) -> str:

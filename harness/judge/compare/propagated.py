@@ -43,6 +43,11 @@ class PropagatedErrors:
         """[rows] bool: beyond the bound, where the expected side is finite."""
         return ~(self.ratio <= self.bound) & self.metrics.expected_norm.isfinite()
 
+    @property
+    def is_bad(self) -> torch.Tensor:
+        """[rows] bool: far, or not finite. Where the expected side is not, there is no reference: another finding."""
+        return self.is_far | ~self.metrics.is_finite
+
     @staticmethod
     def concat(parts: Sequence["PropagatedErrors"]) -> "PropagatedErrors":
         """Join the distances of one tap in several chunks, all of the default bound."""

@@ -30,6 +30,7 @@ from harness.judge.compare.judged import (
     first_divergence,
     judge,
     oracle_finding,
+    rest_finding,
     systematic_finding,
     tap_result,
 )
@@ -113,6 +114,7 @@ def _asks_for_truth(sides: "_Sides", judgements: "_Judgements", result: RunResul
     return (
         bool(result.findings or judgements.propagation.other_choices)
         or is_through_others
+        or any(bool(judged.only_propagated.any()) for judged in _of_hfs_rounding(judgements))
         or result.tokens.equal < result.tokens.compared
         or any(step.differs for step in result.acceptance)
         or "near_tie" in required.require
@@ -307,6 +309,7 @@ def _findings(sides: _Sides, judgements: _Judgements) -> list[Finding]:
         [not_finite] if not_finite else []
     )
     findings += [systematic_finding(judgement) for judgement in judgements.judged if judgement.effect is not None]
+    findings += filter(None, map(rest_finding, _of_hfs_rounding(judgements)))
     judged = {judgement.operation.tap for judgement in judgements.judged}
     findings += [
         choice_finding(*choice) for choice in judgements.propagation.other_choices.items() if choice[0] not in judged
@@ -316,6 +319,16 @@ def _findings(sides: _Sides, judgements: _Judgements) -> list[Finding]:
             sides.ours, sides.graph, sides.usable, [judgement.operation.tap for judgement in judgements.judged]
         )
     return findings + slot_conflicts(sides.actual)
+
+
+def _of_hfs_rounding(judgements: _Judgements) -> Sequence[TapJudgement]:
+    """Return the judgements if distances from the golden tell whether rows are wrong, and all were to be judged.
+
+    Other experts and conventions move sound rows farther than rounding does, and a sample leaves rows out.
+    """
+    has_conventions = any(judged.errors is not None and judged.errors.convention for judged in judgements.judged)
+    is_sampled = judgements.local.sampled.left_out > 0
+    return () if has_conventions or is_sampled or judgements.propagation.other_choices else judgements.judged
 
 
 def _own_logits_decide(judged: Sequence[TapJudgement], logits: str, *, has_other_choices: bool = False) -> bool:

@@ -253,6 +253,24 @@ class OtherModulesForOne(Shape):
         return self.forward(items, [len(items) - 1], self.alone["alone"])
 
 
+class OtherModulesForMany(Shape):
+    """A step of more rows than the map was learned from runs modules of other names; one of them may be wrong."""
+
+    def __init__(self, *arguments, scale=1.0):
+        super().__init__(*arguments)
+        many = fused.FusedModel(self.folder, self.dtype).eval()
+        for layer, of_few in zip(many.layers, self.model.layers, strict=True):
+            layer.attn.cache = of_few.attn.cache
+        self.many, act = nn.ModuleDict({"many": many}), many.layers[1].act
+        act.forward = lambda x: type(act).forward(act, x) * scale
+
+    def step(self, work):
+        if sum(len(part[1]) for part in work) < 20:
+            return self.packed(work)
+        (part,) = work
+        return self.forward(self.items(part), [len(part[1]) - 1], self.many["many"])
+
+
 class Mixture(Shape):
     """Prompts, the longest first, in padded chunks; then a padded batch of those in decode."""
 

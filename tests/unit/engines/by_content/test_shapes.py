@@ -7,6 +7,8 @@ import torch
 
 import harness
 from harness.engines.by_content import StepEngine
+from harness.errors import Code
+from harness.results.check import Outcome
 
 from .engine_shapes import (
     AT,
@@ -14,6 +16,7 @@ from .engine_shapes import (
     SHAPES,
     Chunks,
     ColumnsFirst,
+    OtherModulesForMany,
     OtherModulesForOne,
     PaddedLeft,
     PaddedRight,
@@ -25,10 +28,10 @@ PROMPTS = [[5, 5, 9, 5, 5, 9, 0, 5, 5, 9, 5, 0], [5, 5, 9, 5, 7, 7, 7, 30], [0, 
 """Equal beginnings, equal tokens, and tokens that are padding in other rows."""
 
 
-def check(engine, folder, dtype=torch.float32, schedules=("batched",)):
+def check(engine, folder, dtype=torch.float32, schedules=("batched",), prompts=PROMPTS):
     name = str(dtype).removeprefix("torch.")
     adapter = StepEngine(lambda: engine, name="shape", folder=folder, dtype=name)
-    return harness.check(adapter, model=folder, prompts=PROMPTS, max_new_tokens=3, schedules=schedules, dtype=name)
+    return harness.check(adapter, model=folder, prompts=prompts, max_new_tokens=3, schedules=schedules, dtype=name)
 
 
 @pytest.mark.sampled(4)
@@ -77,6 +80,16 @@ def test_rows_that_are_reordered_after_the_lookup_are_not_judged(checkpoints):
 def test_modules_that_run_for_one_request_alone_are_judged_alone(checkpoints):
     (run,) = check(OtherModulesForOne(checkpoints / FOLDER), checkpoints / FOLDER, schedules=["plain"]).runs
     assert (run.findings, len(run.taps), run.coverage.missing) == ((), 48, 0)
+
+
+@pytest.mark.parametrize(("scale", "is_ok"), [(1.0, True), (1.02, False)])
+def test_the_golden_judges_what_was_computed_from_rows_that_are_not_judged(checkpoints, scale, is_ok):
+    engine = OtherModulesForMany(checkpoints / FOLDER, scale=scale)
+    (run,) = check(engine, checkpoints / FOLDER, schedules=["plain"], prompts=[[*range(20, 40)], PROMPTS[2]]).runs
+    assert run.coverage.rows_ambiguous == 20
+    assert (run.outcome is Outcome.PASS) is is_ok
+    found = [finding.tap for finding in run.findings if finding.code is Code.PROPAGATED_ERROR]
+    assert found[:1] == ([] if is_ok else ["model.layers.2.attention"])
 
 
 class RepeatsFirstChunk(Chunks):
