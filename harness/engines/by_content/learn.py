@@ -33,8 +33,9 @@ _DRAWS_OF_QUANTISED = 3
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _NUM_ALONE = 6
 """Tokens of a request that is alone in its step."""
-_LENGTHS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
-"""Numbers of requests and of tokens to learn from: few, since an engine computes each, and may free none of them."""
+_FEW = (11, 13, 17, 19, 23)
+_LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
+"""Of the prompt, which is one forward: engines compute more than 16 rows, or later positions, in other ways."""
 
 
 def learn_map(
@@ -180,7 +181,7 @@ def _taps(
 ) -> tuple[dict[str, MappedTap], dict[str, str], int]:
     """Find the taps in steps of requests of one token, and in those of a prompt and the token after it."""
     hf, pads = probes.hf, teller.pads
-    num_requests, num_tokens = _unmistakable(hf.graph)
+    num_requests, num_tokens = _unmistakable(hf.graph, frees=hasattr(probes.stepper, "finish"))
     ids, prompt = probes.ids(num_requests, pads), probes.ids(num_tokens + 1, pads)
     end, after = probes.after(0), [probes.after(token) for token in ids]
     singles = _steps_of_one_token(probes, teller, ids, after, together=bool(several))
@@ -358,8 +359,14 @@ def _random_ids(hf: HFModel, count: int, draw: int = 0) -> list[int]:
     return torch.randperm(hf.vocab_size, generator=generator)[:count].tolist()
 
 
-def _unmistakable(graph: Graph) -> tuple[int, int]:
-    """Return numbers of requests and of tokens that no dimension of the model has, nor the next ones."""
+def _unmistakable(graph: Graph, *, frees: bool) -> tuple[int, int]:
+    """Return numbers of requests and of tokens that no dimension of the model has, nor the next ones.
+
+    Requests are few: each may be a forward of its own. So are tokens where an engine frees nothing: what it learns from
+    stays in its memory beside what is checked.
+    """
     sizes = {size for operation in graph for size in operation.shape}
-    free = [length for length in _LENGTHS if not sizes & {length, length + 1}] or list(_LENGTHS)
-    return free[1 % len(free)], free[0]
+    lengths = (*_FEW, *_LENGTHS)
+    free = [length for length in lengths if not sizes & {length, length + 1}] or list(lengths)
+    num_tokens = next((length for length in free if not frees or length >= _LENGTHS[0]), free[-1])
+    return next(length for length in [*free, *lengths] if length != num_tokens), num_tokens

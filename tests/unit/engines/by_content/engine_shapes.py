@@ -265,7 +265,7 @@ class OtherModulesForMany(Shape):
         act.forward = lambda x: type(act).forward(act, x) * scale
 
     def step(self, work):
-        if sum(len(part[1]) for part in work) < 20:
+        if sum(len(part[1]) for part in work) < 36:
             return self.packed(work)
         (part,) = work
         return self.forward(self.items(part), [len(part[1]) - 1], self.many["many"])
