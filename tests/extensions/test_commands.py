@@ -59,8 +59,8 @@ OPTIONS = {
         "--against --blocks --local-files-only --format"
     ),
     "bench engine": (
-        "--shape --model --dtype --device --repeats --requests --batch-size --prompt-tokens --engine --peer --seed "
-        "--engine-option --out --local-files-only --format"
+        "--shape --model --dtype --device --repeats --requests --batch-size --prompt-tokens --engine --peer "
+        "--float8-weights --seed --engine-option --out --local-files-only --format"
     ),
     "estimate": "--model --gpu --dtype --cache-dtype --requests --context --block-size --profile --format",
     "faults": "--only --category --seeds --check --out --device --format",

@@ -15,7 +15,6 @@ from harness.properties.engine.suite import check_engine
 from harness.properties.ops.norm import check_norms
 from harness.properties.ops.rotary import check_rotary
 from harness.properties.ops.tokens import check_sampling
-from harness.properties.reference import ops as reference_ops
 from harness.properties.reference.attention import PagedSubject
 from harness.properties.reference.engine import EngineSubject
 from harness.properties.reference.ops import Ops
@@ -154,7 +153,7 @@ MUTANTS = [
     Mutant("min-p ignored", (sampler,), "allowed_tokens", "+ min_p_R.log()[:, None]", "- torch.inf", SAMPLING, SETS),
     Mutant("temperature multiplied", (sampler,), "_draw", "scores_RV = scores_RV /", "scores_RV = scores_RV *",
            SAMPLING, ANY_OF_BOTH),
-    Mutant("temperature 0 not greedy", (sampler, reference_ops), "sample", "asked.temperature > 0 for", "True for",
+    Mutant("temperature 0 not greedy", (sampler,), "choose", "asked.temperature > 0 for", "True for",
            SAMPLING, SETS),
     Mutant("draws depend on the place in the batch (vllm#51226)", (sampler,), "_draw",
            "uniforms(seeds, num_sampled)", "uniforms(range(len(sequences)), num_sampled)", SAMPLING,

@@ -88,8 +88,8 @@ def test_the_golden_judges_what_was_computed_from_rows_that_are_not_judged(check
     (run,) = check(engine, checkpoints / FOLDER, schedules=["plain"], prompts=[[*range(20, 60)], PROMPTS[2]]).runs
     assert run.coverage.rows_ambiguous == 40
     assert (run.outcome is Outcome.PASS) is is_ok
-    found = [finding.tap for finding in run.findings if finding.code is Code.PROPAGATED_ERROR]
-    assert found[:1] == ([] if is_ok else ["model.layers.2.attention"])
+    wrong_taps = [finding.tap for finding in run.findings if finding.code is Code.PROPAGATED_ERROR]
+    assert wrong_taps[:1] == ([] if is_ok else ["model.layers.2.attention"])
 
 
 class RepeatsFirstChunk(Chunks):

@@ -141,7 +141,7 @@ class Bench:
             caches = {operation.tap: item for operation, item in errors}
         elif usable:
             local = local_errors(recording, self.hf, usable)
-        return Comparison(result=run, errors={**local.errors, **caches}, evidence=local.evidence)
+        return Comparison(result=run, expected=self.golden, errors={**local.errors, **caches}, evidence=local.evidence)
 
     def compare(self, recording: Recording) -> Comparison:
         """Compare all of a recording with the golden."""
