@@ -9,7 +9,7 @@ from harness.base import plugins
 from harness.formats.taps import Kind
 from harness.judge.explain import norms
 from harness.judge.explain.any_kind import generic, settings
-from harness.judge.explain.attention import masks, reads, slots, softmax, unrecorded
+from harness.judge.explain.attention import masks, misread, reads, slots, softmax, unrecorded
 from harness.judge.explain.cache import entries, formats
 from harness.judge.explain.core.wrong_operation import Explain
 from harness.judge.explain.edits import other_code
@@ -90,9 +90,8 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         reads.coarse_cache,
         formats.declared_format,
         slots.past_the_context,
-        slots.wrong_block,
         reads.read_back,
-        reads.wrong_place,
+        misread.other_rows,
         unrecorded.rotated_otherwise,
         unrecorded.rotated_though_none,
         masks.causal_mask_off,

@@ -26,8 +26,6 @@ from harness.results.check import Provenance
 
 _NOWHERE = -1
 """A slot that does not exist: zeros."""
-_MAX_TRIED = 4096
-"""Pairs of a block that is read elsewhere and the block that is read in its place, up to which all are tried."""
 _Extent = Callable[[int, int], int]
 """From a step and the length of a history to how many slots are read."""
 
@@ -220,65 +218,6 @@ def _all_but_later(read: CacheRead) -> torch.Tensor:
     """[T, S] bool: the causal mask for what the request has, and everything after it for all rows."""
     last = int(read.view.rows.position.max())
     return read.view.visible() | (torch.arange(len(read.view.key)) > last)
-
-
-def wrong_block(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One block of the history is read from where another one is; which, is fitted to the first row and held to.
-
-    Causes: reads one block of its history from a wrong place.
-    """
-    memory = wrong.slot_history
-    if not memory.is_known or memory.block_size is None:
-        return
-    view = wrong.views[0]
-    request, step = int(view.rows.request[0]), int(view.rows.step[0])
-    table = memory.table(step, request)
-    known = sorted({slot // memory.block_size for slot in memory.written_slots(step)} | set(table) | {0})
-    used = -(-(int(view.rows.position[0]) + 1) // memory.block_size)
-    if used * len(known) > _MAX_TRIED:
-        return
-    first = view.select(torch.tensor([0]))
-    probe = replace(wrong, views=(first,), rows=first.rows, actual=wrong.actual[:1])
-    best: tuple[float, int, int] | None = None
-    for at in range(min(used, len(table))):
-        for block in known:
-            if block == table[at]:
-                continue
-            replaced = [*table[:at], block, *table[at + 1 :]]
-            reads = replayed_reads(probe, lambda _step, _request, n, replaced=replaced: memory.slots(replaced, n))  # type: ignore[misc]
-            if reads:
-                error = float((reads[0].view.attend() - probe.actual).norm())
-                best = min(best or (torch.inf, 0, 0), (error, at, block))
-    if best is not None:
-        _, at, block = best
-        yield from _block_replaced(wrong, at, block, table, request)
-
-
-def _block_replaced(
-    wrong: WrongOperation, at: int, block: int, table: Sequence[int], request: int
-) -> Iterator[Hypothesis]:
-    memory = wrong.slot_history
-    source = table.index(block) if block in table else None
-
-    def slots(step: int, item: int, count: int) -> list[int]:
-        changed = list(memory.table(step, item))
-        if len(changed) > at:
-            changed[at] = changed[source] if source is not None and source < len(changed) else block
-        return memory.slots(changed, count)
-
-    reads = replayed_reads(wrong, slots)
-    if not reads:
-        return
-    position = at * (memory.block_size or 1)
-    read = reads[0]
-    whose = f"its own block {source}" if source is not None else f"physical block {block}"
-    yield Hypothesis(
-        cause="reads one block of its history from a wrong place",
-        output=in_order(wrong, reads, lambda item: item.view.attend()),
-        detail=f"block {at} of the table is read from {whose}",
-        num_fitted=2,  # which block, and what is read in its place
-        provenance=lambda: provenance_of(wrong, read.step, request, position, read.view.key[position].flatten()),
-    )
 
 
 @dataclass(frozen=True, slots=True)

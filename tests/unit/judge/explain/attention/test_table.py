@@ -135,7 +135,7 @@ def test_a_cache_that_holds_what_it_should_says_nothing(toy, tmp_path):
     assert by_cause(read_slots.cache_played_back, toy.failure()) == {}
     unknown = Toy(tmp_path / "r", is_slotted=False)
     for explain in (read_slots.cache_played_back, read_slots.other_block_table,
-                    read_slots.past_the_context, read_slots.wrong_block):  # fmt: skip
+                    read_slots.past_the_context):  # fmt: skip
         assert by_cause(explain, unknown.failure()) == {}
 
 
@@ -268,38 +268,3 @@ def test_rows_that_end_with_their_block_read_nothing_past_it(toy):
     places = [(0, 5), (0, 8)]  # the last of a block each; the longest of their steps
     details = [h.detail for h in read_slots.past_the_context(toy.failure(places=places))]
     assert details == ["one slot more"]
-
-
-# One block.
-
-
-@pytest.mark.parametrize(
-    ("at", "block", "whose"),
-    [(0, 4, "physical block 4"), (1, 3, "its own block 0"), (0, 5, "its own block 2"), (2, 0, "physical block 0")],
-)
-def test_one_block_that_is_read_elsewhere(toy, at, block, whose):
-    places = [(0, 7), (0, 8), (1, 6)]
-
-    def replaced(request, step, length):
-        table = toy.table(request, step)
-        index = TABLES[0].index(block) if block in TABLES[0] else None
-        if at < len(table):
-            table[at] = table[index] if index is not None else block
-        return slots_of(table, length)
-
-    failure = toy.failure(reading(toy, replaced, places), places)
-    (hypothesis,) = read_slots.wrong_block(failure)
-    assert hypothesis.cause == "reads one block of its history from a wrong place"
-    assert hypothesis.detail == f"block {at} of the table is read from {whose}"
-    assert hypothesis.num_fitted == 2
-    torch.testing.assert_close(hypothesis.output, failure.actual)
-    provenance = hypothesis.provenance()
-    assert (provenance.request, provenance.position) == (0, at * BLOCK)
-
-
-def test_a_search_for_a_block_that_would_take_too_long_is_left_out(toy, monkeypatch):
-    """It counts the blocks that the first row reads, and those that it could read instead: 0 to 3."""
-    failure = toy.failure(places=[(0, 2), (0, 8)])  # one block of its own
-    for most, is_tried in ((4, True), (3, False)):
-        monkeypatch.setattr(read_slots, "_MAX_TRIED", most)
-        assert bool(by_cause(read_slots.wrong_block, failure)) == is_tried
