@@ -15,7 +15,7 @@ from harness.judge.explain.core.wrong_operation import Explain
 from harness.judge.explain.edits import other_code
 from harness.judge.explain.experts import experts, router
 from harness.judge.explain.layer import activation, embedding, wiring
-from harness.judge.explain.products import linear, lora, rows
+from harness.judge.explain.products import linear, logits, lora, rows
 from harness.judge.explain.rotary import frequencies, positions, rotation
 from harness.judge.explain.states import kept, recurrence
 
@@ -37,6 +37,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         norms.own_statistic,
     ),
     Kind.LINEAR: (
+        logits.sampled,
         linear.bias_dropped,
         linear.zero_weights,
         linear.other_weights,

@@ -34,6 +34,7 @@ _USUAL_VALUES: dict[str, tuple[float, ...]] = {
     "beta_slow": (1.0, 2.0, 4.0),
 }
 """Of parameters of scalings, in published models."""
+_PAIRS = (("low_freq_factor", "high_freq_factor"), ("beta_fast", "beta_slow"))
 _MADE: WeakKeyDictionary[torch.nn.Module, dict[str, Rotation | None]] = WeakKeyDictionary()
 """Rotations by the model's own rotary module, and by the parameters that they were made of."""
 
@@ -64,9 +65,9 @@ def scaling_ignored(wrong: WrongOperation, right: Rotation) -> Causes:
 def other_scaling(wrong: WrongOperation, right: Rotation) -> Causes:
     """The frequencies are scaled in another way than config.json says, or by another factor.
 
-    Causes: rope scaling: *parameter* is *value* instead of *value*; the short factors (LongRoPE) are used where the
-    long ones belong, or the reverse; rope scaling: linear or yarn with factor *value*, which config.json does not ask
-    for; the ends of yarn's ramp are rounded to whole dimensions, or are not.
+    Causes: rope scaling: *parameter* is *value* instead of *value*; two of them are exchanged; the short factors
+    (LongRoPE) are used where the long ones belong, or the reverse; rope scaling: linear or yarn with factor *value*,
+    which config.json does not ask for; the ends of yarn's ramp are rounded to whole dimensions, or are not.
     """
     parameters = rope_parameters(wrong, right)
     if "rope_theta" not in parameters:
@@ -105,7 +106,11 @@ def _is_same(one: Rotation, another: Rotation | None) -> bool:
 
 
 def _other_values(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Parameters that config.json gives, one of them at another usual value."""
+    """Parameters that config.json gives, two of them exchanged, or one of them at another usual value."""
+    for one, other in _PAIRS:
+        if {one, other} <= parameters.keys():
+            exchanged = {**parameters, one: parameters[other], other: parameters[one]}
+            yield f"rope scaling: {one} and {other} are exchanged", exchanged, 0
     for name, values in _USUAL_VALUES.items():
         meant = parameters.get(name)
         for value in values if isinstance(meant, int | float) else ():

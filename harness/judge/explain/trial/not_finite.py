@@ -17,6 +17,7 @@ from harness.judge.explain.cache.contents import history
 from harness.judge.explain.cache.entries import at_boundary, is_unwritten, provenance_of
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, name_of
 from harness.judge.explain.core.wrong_operation import WrongOperation
+from harness.judge.explain.products.logits import filter_of, masked
 from harness.results.check import Explanation
 
 _MATCHED = 0.9
@@ -45,6 +46,8 @@ def not_finite(wrong: WrongOperation, scope: str) -> Explanation:
 def _reasons(wrong: WrongOperation, failures: list[str]) -> Iterator[Explanation]:
     """Yield what can be said, what is certain first."""
     kind = wrong.operation.kind
+    if wrong.operation.tap == wrong.graph.logits and bool((wrong.actual.isfinite() | masked(wrong)).all()):
+        yield Explanation(cause=filter_of(wrong, masked(wrong))[0], num_explained=len(wrong.rows))
     for reasons, kinds in ((_overflows, (kind,)), (_of_cache, (Kind.CACHE,)), (_of_attention, (Kind.ATTENTION,))):
         if kind in kinds:
             with guarded(reasons.__name__.lstrip("_"), failures):
@@ -91,6 +94,8 @@ def _magnitudes(wrong: WrongOperation) -> Iterator[tuple[str, torch.Tensor]]:
         yield "a score", torch.cat(scores)
         unscaled = [score / view.scale for score, view in zip(scores, wrong.views, strict=True)]
         yield "a score before it is scaled", torch.cat(unscaled)
+        sums = [(view.scores().masked_fill(~view.visible(), -torch.inf)).exp().sum(dim=-1).T for view in wrong.views]
+        yield "the sum of exponentials, whose maximum is not subtracted,", torch.cat(sums)
 
 
 def _of_cache(wrong: WrongOperation) -> Iterator[Explanation]:

@@ -342,6 +342,20 @@ def test_values_of_the_scaling_that_are_others():
     assert not any("attention_factor" in cause for cause in hypotheses)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "pair"),
+    [
+        (LLAMA3, ("low_freq_factor", "high_freq_factor")),
+        ({**YARN, "beta_fast": 32.0, "beta_slow": 1.0}, ("beta_fast", "beta_slow")),
+    ],
+)
+def test_values_of_the_scaling_that_are_exchanged(parameters, pair):
+    one, other = pair
+    output = by({**parameters, one: parameters[other], other: parameters[one]})
+    hypotheses = by_cause(of_frequencies.other_scaling, of(parameters=parameters))
+    torch.testing.assert_close(hypotheses[f"rope scaling: {one} and {other} are exchanged"].output, output)
+
+
 def test_linear_is_not_tried_in_its_own_place():
     hypotheses = by_cause(of_frequencies.other_scaling, of(parameters=LINEAR))
     assert "rope scaling: factor is 8 instead of 4" in hypotheses
