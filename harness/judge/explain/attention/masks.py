@@ -138,23 +138,59 @@ def _fitted_spans(wrong: WrongOperation) -> Iterator[Hypothesis]:
     at = int(view.rows.position.argmax())
     length = int(view.rows.position[at]) + 1
     probe, rows = view.select(torch.tensor([at])), wrong.rows_of(view)[[at]]
-    spans: dict[str, Callable[[AttentionContext, int], torch.Tensor]] = {
-        "a row sees only the last {n} tokens": lambda context, n: (context.distance >= 0) & (context.distance < n),
-        "a row sees only the first {n} tokens": lambda context, n: (
-            context.visible() & (torch.arange(len(context.key)) < n)
+    numbers = torch.arange(1, length, max(1, length // 512))
+    if not len(numbers):
+        return
+    first, not_first = context_before_and_from(probe, probe.visible()[0], numbers)
+    ends = length - numbers.flip(0)
+    not_last, _ = context_before_and_from(probe, probe.visible()[0], ends)
+    _, last = context_before_and_from(probe, probe.distance[0] >= 0, ends)
+    spans: dict[str, tuple[torch.Tensor, Callable[[AttentionContext, int], torch.Tensor]]] = {
+        "a row sees only the last {n} tokens": (
+            last.flip(0), lambda context, n: (context.distance >= 0) & (context.distance < n)
         ),
-        "the first {n} tokens are not seen": lambda context, n: (
-            context.visible() & (torch.arange(len(context.key)) >= n)
+        "a row sees only the first {n} tokens": (
+            first, lambda context, n: context.visible() & (torch.arange(len(context.key)) < n)
         ),
-        "a row does not see its last {n} tokens": lambda context, n: context.visible() & (context.distance >= n),
-    }
-    for cause, span in spans.items():
-        numbers = range(1, length, max(1, length // 512))
-        errors = [wrong.misfit(rows, probe.attend(visible=span(probe, n))) for n in numbers]
-        if errors:
-            n = numbers[min(range(len(errors)), key=errors.__getitem__)]
-            output = wrong.over_views(lambda context, n=n, span=span: context.attend(visible=span(context, n)))  # type: ignore[misc]
-            yield Hypothesis(cause=cause.format(n=n), output=output, num_fitted=1, is_vague=view.window is not None)
+        "the first {n} tokens are not seen": (
+            not_first, lambda context, n: context.visible() & (torch.arange(len(context.key)) >= n)
+        ),
+        "a row does not see its last {n} tokens": (
+            not_last.flip(0), lambda context, n: context.visible() & (context.distance >= n)
+        ),
+    }  # fmt: skip
+    for cause, (outputs, span) in spans.items():
+        errors = [wrong.misfit(rows, output) for output in outputs.split(1)]
+        n = int(numbers[min(range(len(errors)), key=errors.__getitem__)])
+        output = wrong.over_views(lambda context, n=n, span=span: context.attend(visible=span(context, n)))  # type: ignore[misc]
+        yield Hypothesis(cause=cause.format(n=n), output=output, num_fitted=1, is_vague=view.window is not None)
+
+
+def context_before_and_from(
+    probe: AttentionContext, visible: torch.Tensor, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the context of one row over the history before each end, and over that from it on: [E, N*H] each.
+
+    All ends together take as long as one pass over the history: what is between two ends is summed once.
+
+    Args:
+        probe: of one row.
+        visible: [S] bool.
+        ends: [E] int64, ascending.
+    """
+    scores_NS = probe.scores()[:, 0].masked_fill(~visible, -torch.inf)
+    highest = scores_NS.amax(dim=1) if probe.sinks is None else torch.maximum(scores_NS.amax(dim=1), probe.sinks)
+    weights_NS = (scores_NS - highest[:, None]).exp()
+    v_NSH = probe.spread(probe.value)
+    parts = zip(
+        weights_NS.tensor_split(ends, dim=1), v_NSH.tensor_split(ends, dim=1), strict=True
+    )  # fmt: skip
+    sums = [torch.cat(((w[:, None] @ v)[:, 0], w.sum(dim=1, keepdim=True)), dim=1) for w, v in parts]
+    sums_ENH = torch.stack(sums)
+    sink = 0.0 if probe.sinks is None else (probe.sinks - highest).exp()
+    before, rest = sums_ENH[:-1].cumsum(dim=0), sums_ENH[1:].flip(0).cumsum(dim=0).flip(0)
+    outputs = [(total[..., :-1] / (total[..., -1] + sink)[..., None]).nan_to_num(0.0) for total in (before, rest)]
+    return outputs[0].flatten(1), outputs[1].flatten(1)
 
 
 def padding_attended(wrong: WrongOperation) -> Iterator[Hypothesis]:

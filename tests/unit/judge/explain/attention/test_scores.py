@@ -243,3 +243,18 @@ def test_a_mistake_is_named(toys, cause):
     explanation = named(failure_of(toys, toy, **parts))
     assert cause in explanation.cause
     assert explanation.is_cause
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_sums_between_ends_give_the_context_of_each_span(toys, part):
+    view = max(toys[part].failure({}).views, key=lambda context: len(context.key))
+    probe = view.select(torch.tensor([len(view.query) - 1]))
+    for visible in (probe.visible()[0], probe.distance[0] >= 0):
+        for step in (1, 4):
+            ends = torch.arange(1, len(view.key), step)
+            before, after = masks.context_before_and_from(probe, visible, ends)
+            at = torch.arange(len(view.key))
+            for row, end in enumerate(ends):
+                for summed, seen in ((before, at < end), (after, at >= end)):
+                    attended = probe.attend(visible=(visible & seen)[None])[0]
+                    assert torch.allclose(summed[row], attended, rtol=1e-12, atol=1e-14), (part, end)
