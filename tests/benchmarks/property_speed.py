@@ -24,17 +24,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis
+import hypothesis.core
 import torch
 from hypothesis import Phase, given, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
 from tabulate import tabulate
 
 from harness.properties.attention.suite import check_definition
-from harness.properties.blocks.suite import BlockManagerMachine
+from harness.properties.blocks.suite import search_block_manager
 from harness.properties.core import falsify
-from harness.properties.core.findings import PropertyError, Violation
+from harness.properties.core.findings import PropertyError
 from harness.properties.core.search import PROFILES
 from harness.properties.engine.suite import check_engine
 from harness.properties.ops.test_ops import CHECKS
@@ -43,7 +44,7 @@ from harness.properties.reference.blocks import BlockManagerSubject
 from harness.properties.reference.engine import EngineSubject
 from harness.properties.reference.ops import Ops
 from harness.properties.reference.scheduler import SchedulerSubject
-from harness.properties.scheduler.suite import SchedulerMachine
+from harness.properties.scheduler.suite import search_scheduler
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the mutants and the managers are the tests'
@@ -64,43 +65,32 @@ MOST_OF_A_PROPERTY = 500
 """Fewer, of attention, the operations and the engine: those that a mutant does not break run all of theirs first."""
 SUITES = ROOT / "harness" / "properties"
 HAS_KERNELS = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-Machine = type[BlockManagerMachine] | type[SchedulerMachine]
-Bug = tuple[str, Machine, Callable[..., Any], AbstractContextManager[None]]
+SEARCHES = {"BlockManager": search_block_manager, "Scheduler": search_scheduler}
+Bug = tuple[str, str, Callable[..., Any], AbstractContextManager[None]]
 
 
-def search(machine: Machine, factory: Callable[..., Any], chosen: settings, number: int) -> tuple[int, int | None]:
-    """Return how many examples were tried and which invariant broke."""
-    num_examples = 0
-
-    @seed(number)
-    def make() -> BlockManagerMachine | SchedulerMachine:
-        nonlocal num_examples
-        num_examples += 1
-        return machine(factory)
-
-    try:
-        run_state_machine_as_test(make, settings=chosen)
-    except Violation as violation:
-        return max(1, num_examples - 1), violation.invariant  # the failing one is run twice
-    return num_examples, None
+def search(suite: str, factory: Callable[..., Any], chosen: settings, number: int) -> tuple[int, int | None]:
+    """Return how many examples were tried and which invariant broke; `number` chooses the examples."""
+    with patch.object(hypothesis.core, "global_force_seed", number):
+        report = SEARCHES[suite](factory, chosen, is_first_enough=True)
+    return report.num_examples, report.findings[0].invariant if report.findings else None
 
 
 def speeds() -> Iterator[list[object]]:
     """Yield one row for each correct subject and profile; `ci` for our own only."""
-    subjects: list[tuple[Machine, Callable[..., Any]]] = [
-        (BlockManagerMachine, BlockManagerSubject),
-        (BlockManagerMachine, ChainedManager),
-        (BlockManagerMachine, RadixManager),
-        (SchedulerMachine, SchedulerSubject),
-        (SchedulerMachine, TwoPhaseScheduler),
+    subjects: list[tuple[str, Callable[..., Any]]] = [
+        ("BlockManager", BlockManagerSubject),
+        ("BlockManager", ChainedManager),
+        ("BlockManager", RadixManager),
+        ("Scheduler", SchedulerSubject),
+        ("Scheduler", TwoPhaseScheduler),
     ]
-    for machine, factory in subjects:
+    for suite, factory in subjects:
         for name in ("dev", "ci") if factory in (BlockManagerSubject, SchedulerSubject) else ("dev",):
             start = time.perf_counter()
-            num_examples, invariant = search(machine, factory, PROFILES[name].settings(), 0)
+            num_examples, invariant = search(suite, factory, PROFILES[name].settings(), 0)
             seconds = time.perf_counter() - start
             assert invariant is None, f"{factory.__qualname__} violates invariant {invariant}"
-            suite = machine.__name__.removesuffix("Machine")
             yield [suite, factory.__qualname__, name, num_examples, f"{seconds:.1f}", f"{num_examples / seconds:.0f}"]
 
 
@@ -192,21 +182,21 @@ def killed(mutant: model_mutants.Mutant | kernel_mutants.Mutant, num_seeds: int)
 def bugs() -> Iterator[Bug]:
     """Yield what has to be found."""
     for manager, _ in BUGS:
-        yield _name(manager), BlockManagerMachine, manager, nullcontext()
+        yield _name(manager), "BlockManager", manager, nullcontext()
     for scheduler, _ in SCHEDULER_BUGS:
-        yield _name(scheduler), SchedulerMachine, scheduler, nullcontext()
+        yield _name(scheduler), "Scheduler", scheduler, nullcontext()
     for mutant in BLOCK_MUTANTS:
-        yield f"mutant: {mutant.name}", BlockManagerMachine, BlockManagerSubject, mutant.planted()
+        yield f"mutant: {mutant.name}", "BlockManager", BlockManagerSubject, mutant.planted()
     for mutant in SCHEDULER_MUTANTS:
-        yield f"mutant: {mutant.name}", SchedulerMachine, SchedulerSubject, mutant.planted()
+        yield f"mutant: {mutant.name}", "Scheduler", SchedulerSubject, mutant.planted()
 
 
 def bug_row(bug: Bug, num_seeds: int) -> list[object]:
     """Return one row: how soon a bug is found."""
-    name, machine, factory, planted = bug
+    name, suite, factory, planted = bug
     chosen = settings(PROFILES["dev"].settings(), max_examples=MOST_EXAMPLES, derandomize=False)
     with planted:
-        results = [search(machine, factory, chosen, number) for number in range(num_seeds)]
+        results = [search(suite, factory, chosen, number) for number in range(num_seeds)]
     counts = sorted(count for count, _ in results)
     invariants = Counter(invariant for _, invariant in results)
     missed = invariants.pop(None, 0)

@@ -32,7 +32,7 @@ from harness.judge.jobs.check import run_check
 from harness.results.check import Outcome, Verdict
 from reference_engine.layers import MLP, Linear, RMSNorm
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DTYPES = ("bfloat16", "float16", "float32")
 LARGEST, SMALLEST, FACTOR = 0.3, 1e-9, 1.2
 Call = Callable[..., torch.Tensor]

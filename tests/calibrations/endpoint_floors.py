@@ -29,7 +29,7 @@ from harness.extensions.server.truth import TruthRow, Walk, walk_truth
 from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 NUM_PROMPTS, NEW_TOKENS, TOP = 16, 32, 5
 ROWS = (8, 32, 128)
 Served = list[tuple[list[int], list[dict[int, float]]]]

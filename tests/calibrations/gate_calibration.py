@@ -26,7 +26,7 @@ from harness.profiling.gate.against import BLOCKS_OF_A_ROUND, TimingLength, pair
 from harness.profiling.gate.versions import Version, installed_version
 from harness.results.gate import Clock
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("harness", "reference_engine")
 TOLERANCE = 0.03
 NUM_GATES = 400

@@ -28,7 +28,7 @@ from harness.oracle.make_golden import cached_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import Plan, plan_request
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ENGINES = {"hf eager": ("hf", {"attention": "eager"}), "hf sdpa": ("hf", {}), "reference": ("reference", {})}
 SCHEDULES = ("plain", "chunked", "batched")
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the sun with her friends. "

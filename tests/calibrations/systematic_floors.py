@@ -20,7 +20,7 @@ from harness.extensions.faults.variants import variants
 from harness.judge.compare.systematic import THRESHOLD, Effects
 from harness.results.check import Effect
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 Group = tuple[str, str, str]
 """Kind of operation, dtype, kind of effect."""
 
