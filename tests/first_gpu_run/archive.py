@@ -23,4 +23,5 @@ def pack(out: Path) -> None:
 def unpack(archive: Path, out: Path) -> None:
     """Put the results of an earlier call into a folder, so that the next one goes on."""
     with tarfile.open(archive) as packed:
-        packed.extractall(out, filter="data")
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # new in 3.11.4
+        packed.extractall(out)

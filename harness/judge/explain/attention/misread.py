@@ -167,17 +167,17 @@ def _sources(view: AttentionContext, contents: ContentIndex) -> Iterator[_Source
     always = torch.full((len(none[0]),), -1)
     yield _Source(None, 0, always, *none)
     yield _Source(None, 0, always, None, None)
-    own = [torch.cat((x, zeros[:_PAST])) for x, zeros in zip((view.key, view.value), none, strict=True)]
-    yield _Source(request, 0, torch.cat((view.key_step, always[:_PAST])), *own)
+    history = [torch.cat((x, zeros[:_PAST])) for x, zeros in zip((view.key, view.value), none, strict=True)]
+    yield _Source(request, 0, torch.cat((view.key_step, always[:_PAST])), *history)
     known = contents.rows[KEY]
-    for other in known.request.unique().tolist()[: _MOST_REQUESTS + 1]:
-        here = (known.request == other).nonzero()[:, 0]
+    for holder in known.request.unique().tolist()[: _MOST_REQUESTS + 1]:
+        here = (known.request == holder).nonzero()[:, 0]
         here = here[known.position[here].argsort(stable=True)]
         positions = known.position[here]
-        if other != request and int(positions[-1] - positions[0]) == len(here) - 1:
+        if holder != request and int(positions[-1] - positions[0]) == len(here) - 1:
             key, value = (contents.tensors[kind][here] for kind in (KEY, VALUE))
             rows = key.unflatten(1, view.key.shape[1:]), value.unflatten(1, view.value.shape[1:])
-            yield _Source(other, int(positions[0]), known.step[here], *rows)
+            yield _Source(holder, int(positions[0]), known.step[here], *rows)
 
 
 def _best_run(
@@ -225,14 +225,14 @@ def _search(
     row: AttentionContext, actual: torch.Tensor, columns: torch.Tensor, sources: Sequence[_Source]
 ) -> list[_Run]:
     """Return the runs under which the sum of what one row [N*H] has read comes nearest to zero."""
-    sums, found = _Sums(row, actual, columns), list[tuple[float, _Run]]()
+    sums, runs = _Sums(row, actual, columns), list[tuple[float, _Run]]()
     by_head = columns.view(row.query.shape[1], -1)
     of_elements = [] if torch.equal(by_head.any(dim=1), by_head.all(dim=1)) else ["the values of "]
     for source in sources:
         is_whole = source.key is None or source.request not in (None, int(row.rows.request))
         for part in of_elements if source.key is not None and of_elements else ("",) if is_whole else _PARTS:
-            found += sums.runs(source, part)
-    return [run for _, run in sorted(found, key=lambda item: item[0])[:_MOST_RUNS]]
+            runs += sums.runs(source, part)
+    return [run for _, run in sorted(runs, key=lambda item: item[0])[:_MOST_RUNS]]
 
 
 class _Sums:

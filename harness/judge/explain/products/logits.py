@@ -48,10 +48,10 @@ def sampled(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if abs(penalty - 1) > _LEAST:
         cause = f"the logits of tokens that the request has are divided by a repetition penalty of {penalty:g}"
         yield Hypothesis(cause=cause, output=penalised(penalty), num_fitted=1)
-    for kind, times, each in (("presence", is_seen.double(), ""), ("frequency", counts, " for each time")):
+    for kind, times, unit in (("presence", is_seen.double(), ""), ("frequency", counts, " for each time")):
         size = -wrong.factor_of(times, wrong.expected)
         if abs(size) > _LEAST:
-            cause = f"the logits of tokens that the request has are less by a {kind} penalty of {size:.4g}{each}"
+            cause = f"the logits of tokens that the request has are less by a {kind} penalty of {size:.4g}{unit}"
             yield Hypothesis(cause=cause, output=wrong.expected - size * times, num_fitted=1)
 
 

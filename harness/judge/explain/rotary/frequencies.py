@@ -107,10 +107,10 @@ def _is_same(one: Rotation, another: Rotation | None) -> bool:
 
 def _other_values(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Parameters that config.json gives, two of them exchanged, or one of them at another usual value."""
-    for one, other in _PAIRS:
-        if {one, other} <= parameters.keys():
-            exchanged = {**parameters, one: parameters[other], other: parameters[one]}
-            yield f"rope scaling: {one} and {other} are exchanged", exchanged, 0
+    for first, second in _PAIRS:
+        if {first, second} <= parameters.keys():
+            exchanged = {**parameters, first: parameters[second], second: parameters[first]}
+            yield f"rope scaling: {first} and {second} are exchanged", exchanged, 0
     for name, values in _USUAL_VALUES.items():
         meant = parameters.get(name)
         for value in values if isinstance(meant, int | float) else ():

@@ -136,9 +136,9 @@ def reading_run(toy, seen, places=LATE):
 
 
 BLOCKS = {
-    "its own": (lambda own: own[:3] + own[:3] + own[6:], "block 1 of the table is read from its own block 0"),
+    "its own": (lambda read: read[:3] + read[:3] + read[6:], "block 1 of the table is read from its own block 0"),
     "another request's": (
-        lambda own: [*own[:3], (1, 0), (1, 1), (1, 2), *own[6:]],
+        lambda read: [*read[:3], (1, 0), (1, 1), (1, 2), *read[6:]],
         "block 1 of the table is read from request 1's block 0",
     ),
 }
@@ -160,17 +160,17 @@ def test_one_block_is_named_with_and_without_its_slots(tmp_path, whose, is_slott
 
 RUNS = {
     "a page that was cleared": (
-        lambda own: [None, None, *own[2:]],
+        lambda read: [None, None, *read[2:]],
         "reads the beginning of its history as zeros: not written, or from slots nobody wrote",
     ),
-    "the first half": (lambda own: own[3:], "the first 3 tokens are not seen"),
-    "a page of the middle": (lambda own: own[:2] + own[4:], "does not see a part of its history"),
+    "the first half": (lambda read: read[3:], "the first 3 tokens are not seen"),
+    "a page of the middle": (lambda read: read[:2] + read[4:], "does not see a part of its history"),
     "one slot of a page": (
-        lambda own: [None if place[1] % 3 == 1 else place for place in own],
+        lambda read: [None if place[1] % 3 == 1 else place for place in read],
         "reads one slot of every 3 of its history as zeros: not written, or from slots nobody wrote",
     ),
     "a prefix that is longer than the shared one": (
-        lambda own: [(1, p) for p in range(5)] + own[5:],
+        lambda read: [(1, p) for p in range(5)] + read[5:],
         "reads the beginning of its history from slots that another request wrote",
     ),
 }

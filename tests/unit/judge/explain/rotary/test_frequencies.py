@@ -350,10 +350,10 @@ def test_values_of_the_scaling_that_are_others():
     ],
 )
 def test_values_of_the_scaling_that_are_exchanged(parameters, pair):
-    one, other = pair
-    output = by({**parameters, one: parameters[other], other: parameters[one]})
+    first, second = pair
+    output = by({**parameters, first: parameters[second], second: parameters[first]})
     hypotheses = by_cause(of_frequencies.other_scaling, of(parameters=parameters))
-    torch.testing.assert_close(hypotheses[f"rope scaling: {one} and {other} are exchanged"].output, output)
+    torch.testing.assert_close(hypotheses[f"rope scaling: {first} and {second} are exchanged"].output, output)
 
 
 def test_linear_is_not_tried_in_its_own_place():
