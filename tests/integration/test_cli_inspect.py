@@ -151,7 +151,8 @@ def test_a_report_of_nsight_systems_is_summed_up(harness, tmp_path):
         database.execute("CREATE TABLE NVTX_EVENTS (start, end, globalTid, text, textId)")
         database.execute("INSERT INTO NVTX_EVENTS VALUES (0, 2000, 1, 'execute_context_0(0)_generation_4(4)', NULL)")
     ran = harness("inspect", tmp_path / "report.sqlite")
-    assert (ran.status, ran.out) == (0, harness("trace", "summary", tmp_path / "report.sqlite").out)
+    assert ran.status == 0
+    assert ran.out.splitlines()[-1].split() == ["decode", "4", "requests", "1", "2"]
     assert "4 requests" in ran.out
 
 
