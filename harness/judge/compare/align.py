@@ -14,6 +14,9 @@ import torch
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Recording, RequestInfo, Step
 
+REQUEST_KEY = 1 << 32
+"""What each request adds to the keys of its rows: above every position."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
@@ -30,6 +33,11 @@ class Rows:
         """Return the rows at the given indices, or where the given mask holds."""
         return Rows(request=self.request[keep], position=self.position[keep], step=self.step[keep])
 
+    @property
+    def keys(self) -> torch.Tensor:
+        """[rows] int64: one number for request and position, by which rows are ordered."""
+        return self.request * REQUEST_KEY + self.position
+
     def places(self) -> list[tuple[int, int]]:
         """Return request and position of each row."""
         return list(zip(self.request.tolist(), self.position.tolist(), strict=True))
@@ -41,8 +49,7 @@ class Rows:
     def first(self, among: torch.Tensor) -> int:
         """Return the index of the smallest (request, position) where the mask `among` holds."""
         candidates = among.nonzero()[:, 0]
-        keys = self.request[candidates] * (1 << 32) + self.position[candidates]
-        return int(candidates[keys.argmin()])
+        return int(candidates[self.keys[candidates].argmin()])
 
     @staticmethod
     def concat(parts: Sequence["Rows"]) -> "Rows":

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from harness.formats.recording import Recording
-from harness.judge.compare.align import Rows, joined
+from harness.judge.compare.align import REQUEST_KEY, Rows, joined
 from harness.judge.compare.propagated import Propagation
 from harness.judge.compare.sequences import NOWHERE, RowSequence
 
@@ -22,8 +22,6 @@ CONFIDENCE = 0.95
 """Probability that the sample holds one of `RowSample.least_found` wrong rows."""
 _SHARE_STANDING_OUT = 4
 """Rows that are drawn for one row that stands out against the golden."""
-_REQUEST = 1 << 32
-"""Above every position."""
 
 
 class PositionSample(Protocol):
@@ -123,14 +121,14 @@ def rows_standing_out(propagation: Propagation) -> Rows | None:
     for errors in propagation.errors.values():
         finite = errors.ratio[errors.ratio.isfinite()]
         typical = max(float(finite.median()) if len(finite) else 0.0, torch.finfo(torch.float64).tiny)
-        keys.append(errors.rows.request * _REQUEST + errors.rows.position)
+        keys.append(errors.rows.keys)
         sizes.append((errors.ratio / typical).nan_to_num(nan=math.inf, posinf=math.inf))
     if not keys:
         return None
     rows, which = torch.cat(keys).unique(return_inverse=True)
     largest = torch.zeros(len(rows), dtype=torch.float64).scatter_reduce(0, which, torch.cat(sizes), "amax")
     rows = rows[largest.argsort(descending=True, stable=True)]
-    return Rows(request=rows // _REQUEST, position=rows % _REQUEST, step=torch.full_like(rows, NOWHERE))
+    return Rows(request=rows // REQUEST_KEY, position=rows % REQUEST_KEY, step=torch.full_like(rows, NOWHERE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -254,7 +254,7 @@ def merged(parts: Sequence[Evidence]) -> Evidence:
         )
     if first.operation.kind is Kind.ATTENTION:
         return joined
-    order = torch.argsort(joined.rows.request * (1 << 32) + joined.rows.position, stable=True).tolist()
+    order = torch.argsort(joined.rows.keys, stable=True).tolist()
     return joined.take(torch.tensor(spread(order, MAX_ROWS)))
 
 

@@ -101,10 +101,7 @@ class TapJudgement:
         """[propagated rows] bool: those without errors by replay, which lacks what they were computed from."""
         if self.errors is None or self.propagated is None or self.operation.is_kept:
             return torch.zeros(0 if self.propagated is None else len(self.propagated.rows), dtype=torch.bool)
-        by_itself, rows = (
-            rows.request * (1 << 32) + rows.position for rows in (self.errors.rows, self.propagated.rows)
-        )
-        return ~torch.isin(rows, by_itself)
+        return ~torch.isin(self.propagated.rows.keys, self.errors.rows.keys)
 
     def ratio_at(self, at: int) -> float | None:
         """Return the ratio of the propagated error of a row to that of HF; None if the golden does not have the row."""

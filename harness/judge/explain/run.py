@@ -236,7 +236,7 @@ class Explainer:
 
     def _cache_evidence(self, operation: Operation, errors: LocalErrors) -> Evidence | None:
         """Return the wrong rows of a cache with their expected content."""
-        order = torch.argsort(errors.rows.request * (1 << 32) + errors.rows.position, stable=True)
+        order = torch.argsort(errors.rows.keys, stable=True)
         chosen = torch.tensor(spread(order[errors.bad[order]].tolist(), MAX_ROWS))
         rows = errors.rows.select(chosen)
         written = self._written(operation.inputs[0], rows)
