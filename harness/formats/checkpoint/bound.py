@@ -14,7 +14,7 @@ import stat
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,34 +141,37 @@ def _part_row(part: Path, entries: list[_Entry]) -> dict[str, Any]:
         "folder": part.name,
         "num_entries": len(entries),
         "num_bytes": sum(entry.num_bytes for entry in entries),
-        "in_use": sum(not _only_lock(entry.path) for entry in entries),
+        "in_use": sum(_is_used(entry.path) for entry in entries),
         "least_recently_used": first,
         "last_used": last,
     }
 
 
-def _only_lock(path: Path, act: Any = None) -> bool:
-    """Whether nobody uses an entry; `act` is called while that is so."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if act is not None:
-                act(os.fstat(descriptor))
-        finally:
-            os.close(descriptor)
-        return True
-    return False
+@contextmanager
+def _alone(path: Path) -> Iterator[os.stat_result]:
+    """Keep others from holding an entry, and yield its status.
+
+    Raises:
+        OSError: somebody holds it, or it is gone.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_used(path: Path) -> bool:
+    with suppress(OSError), _alone(path):
+        return False
+    return True
 
 
 def _evict(path: Path) -> bool:
     """Remove an entry that nobody uses, by a rename first: no reader ever sees a part of it; return whether it went."""
-    with suppress(OSError), scratch_folder(".evicted-", path.parent) as aside:
-
-        def move(status: os.stat_result) -> None:
-            if time.time_ns() - status.st_mtime_ns > _FRESH_S * 1e9 and os.path.samestat(status, path.lstat()):
-                path.rename(aside / "entry")
-
-        _only_lock(path, move)
-        return (aside / "entry").exists()
+    with suppress(OSError), scratch_folder(".evicted-", path.parent) as aside, _alone(path) as status:
+        if time.time_ns() - status.st_mtime_ns > _FRESH_S * 1e9 and os.path.samestat(status, path.lstat()):
+            path.rename(aside / "entry")
+            return True
     return False

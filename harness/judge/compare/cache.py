@@ -56,10 +56,10 @@ def reads_unwritten(locator: Locator, graph: Graph, usable: Collection[str]) -> 
     """Whether a cache holds rows whose writing was not recorded: only a golden has what they should be."""
     writes = _Writes(locator)
     return any(
-        bool((writes.before(step, rows, operation.inputs[0])[:, 0] < 0).any())
+        bool((writes.before(step, step_rows(step, operation.tap), operation.inputs[0])[:, 0] < 0).any())
         for operation in graph
         if operation.kind is Kind.CACHE and operation.tap in usable
-        for step, rows, _ in _read(operation, writes)
+        for step in _readbacks(operation, writes)
     )
 
 
@@ -211,9 +211,13 @@ def _compared_with_golden(
 
 def _read(operation: Operation, writes: _Writes) -> Iterator[tuple[Step, Rows, torch.Tensor]]:
     """Yield each step that reads this cache back, with its rows and what was read, flat."""
-    for step in writes.locator.recording.steps:
-        if is_readback(step) and step.has(operation.tap):
-            yield step, step_rows(step, operation.tap), step.tap(operation.tap).flatten(1)
+    for step in _readbacks(operation, writes):
+        yield step, step_rows(step, operation.tap), step.tap(operation.tap).flatten(1)
+
+
+def _readbacks(operation: Operation, writes: _Writes) -> Iterator[Step]:
+    """Yield each step that reads this cache back."""
+    return (step for step in writes.locator.recording.steps if is_readback(step) and step.has(operation.tap))
 
 
 def _joined(parts: Sequence[_Part], declared: CacheFormat | None) -> LocalErrors:
