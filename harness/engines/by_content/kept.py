@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from harness.engines.by_content.columns import Columns
-from harness.engines.by_content.steps import Stepper, with_following
+from harness.engines.by_content.steps import Stepper, finish, with_following
 from harness.engines.by_content.tap_map import MappedTap, TapMap
 from harness.errors import Code, HarnessError
 from harness.formats.taps import Graph, Kind, Operation
@@ -147,8 +147,13 @@ def find_places(stepper: Stepper, hf: HFModel, number: int) -> Places:
     with torch.no_grad():
         stepper.step(with_following(stepper, [(number, ids, 0)]))
     shown = show_states(number)
-    if all(isinstance(item, Mapping) for item in shown.values()):
-        return {}
+    are_named = all(isinstance(item, Mapping) for item in shown.values())
+    places = {} if are_named else _nearest_places(hf, ids, shown)
+    finish(stepper, number)
+    return places
+
+
+def _nearest_places(hf: HFModel, ids: list[int], shown: Shown) -> Places:
     with HFDecoder(hf) as decoder:
         decoder.feed([ids])
         states = {key: state[0] for key, state in decoder.states.items()}

@@ -34,6 +34,7 @@ _PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 _NUM_ALONE = 6
 """Tokens of a request that is alone in its step."""
 _FEW = (11, 13, 17, 19, 23)
+"""Numbers of requests of one token, each of which may be a forward of its own."""
 _LENGTHS = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 """Of the prompt, which is one forward: engines compute more than 16 rows, or later positions, in other ways."""
 

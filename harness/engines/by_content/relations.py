@@ -94,8 +94,7 @@ class Relations:
         self._hf, self._limit = hf, limit
         self._ids = ids[:_NUM_ROWS, :_NUM_ROWS]
         self._rounding = rounding
-        self._names = [table.name for table in tables]
-        self._rows = [table.rows[:_NUM_ROWS].float() for table in tables]
+        self._tables = [Table(table.name, table.rows[:_NUM_ROWS].float()) for table in tables]
         halves = (dtype for dtype in (torch.float16, torch.bfloat16) if rounding_unit(dtype) <= 1.5 * rounding)
         self._dtype = [torch.float32, *halves][-1]  # a value that is rounded to it later is the same
         self._contents: dict[bytes, int] = {}
@@ -105,11 +104,11 @@ class Relations:
     @cached_property
     def _index(self) -> TableIndex:
         """Of the tables; none is needed where every tap is found without relations."""
-        return TableIndex(list(map(Table, self._names, self._rows)), rounding=self._rounding)
+        return TableIndex(self._tables, rounding=self._rounding)
 
     def candidate(self, table: int, columns: Columns) -> Candidate | None:
         """Return columns of a table as a candidate; None if they are not finite."""
-        rows = columns.of(self._rows[table])
+        rows = columns.of(self._tables[table].rows)
         if not bool(rows.isfinite().all()):
             return None
         if not bool(rows.any()):
@@ -120,7 +119,7 @@ class Relations:
     def distance(self, candidate: Candidate, value: torch.Tensor) -> float:
         """Return the norm of the difference between a candidate and a value [T, W], relative to the value's."""
         expected = value[:_NUM_ROWS]
-        actual = candidate.columns.of(self._rows[candidate.table])
+        actual = candidate.columns.of(self._tables[candidate.table].rows)
         return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
     def assignments(
@@ -204,7 +203,7 @@ class Relations:
 
     def _tried(self, tried: Sequence[Candidate], values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Return the rows of candidates [B, R, W], and noise of their size for what is none."""
-        rows = [None if item is _NOISE else item.columns.of(self._rows[item.table]) for item in tried]
+        rows = [None if item is _NOISE else item.columns.of(self._tables[item.table].rows) for item in tried]
         sizes = [float(item.square().mean().sqrt()) for item in (*rows, values) if item is not None]
         noise = torch.randn(values.shape[1:], generator=generator) * next(filter(None, sizes), 1.0)
         pairs = zip_longest(rows, values)

@@ -130,10 +130,7 @@ class StepEngine:
                 "token ids up outside of torch and in several forwards",
             )
         kept = self._kept(stepper, graph, learned)
-        number = next(self._numbers)
-        places = self._places = find_places(stepper, hf, number)
-        if hasattr(stepper, "states"):
-            finish(stepper, number)
+        places = self._places = find_places(stepper, hf, next(self._numbers))
         kept |= {tap for (at, name), tap in graph.states.items() if at is not None and places.get((at, name))}
         self.capabilities = Capabilities(
             schedules=tuple(_schedules(learned.batch, stepper, has_mtp=graph.has_mtp)),

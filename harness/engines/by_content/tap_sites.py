@@ -217,11 +217,13 @@ class LaterSteps:
 
         A value that is changed behind the operation is one mistake, and not one of each reader.
         """
+        trials: list[Mapping[str, _Read]] = [{tap: read} for read in self._others.get(tap, ())]
+        if not trials:
+            return
         readers = [op for op in self._hf.graph if tap in op.inputs and not op.is_kept]
         if len(readers) < 2 or any(reader.tap not in self._pending for reader in readers):
             return
-        trials: list[Mapping[str, _Read]] = [{tap: read} for read in self._others.get(tap, ())]
-        for reader in readers if trials else ():
+        for reader in readers:
             trials = list(self._computing(reader, trials))
         if trials:
             self._take(tap, [trials[0][tap]], TapEvidence.CONSUMERS)

@@ -8,7 +8,6 @@ nodes help with what is left. So a golden travels to 2 nodes of 100, not to half
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from harness.extensions.suite.nodes import Look
 from harness.extensions.suite.task import Resources, SuiteCase, Task
@@ -97,13 +96,13 @@ def _choose_lacking(
     """Choose a golden that a node lacks: of a model that it has run, and with most tasks for each node."""
     asked = {group.asked: group.case.resources for group in groups}.values()
     for node in roomy:
-        if not any(resources.within(node.free) for resources in asked):
-            continue
-        if fitting := [group for group in groups if node.fits(group)]:
+        has_room = any(resources.within(node.free) for resources in asked)
+        if has_room and (fitting := [group for group in groups if node.fits(group)]):
             num_nodes = Counter(golden for having in nodes for golden in having.goldens)
-
-            def rank(group: TaskGroup, node: ClusterNode = node, num_nodes: Counter[str] = num_nodes) -> Any:
-                return group.case.case.model in node.models, len(group.tasks) / (num_nodes[group.golden] + 1)
-
-            return node, max(fitting, key=rank)
+            return node, max(
+                fitting,
+                key=lambda group: (
+                    group.case.case.model in node.models, len(group.tasks) / (num_nodes[group.golden] + 1)
+                ),
+            )  # fmt: skip
     return None

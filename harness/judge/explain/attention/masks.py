@@ -182,9 +182,7 @@ def context_before_and_from(
     highest = scores_NS.amax(dim=1) if probe.sinks is None else torch.maximum(scores_NS.amax(dim=1), probe.sinks)
     weights_NS = (scores_NS - highest[:, None]).exp()
     v_NSH = probe.spread(probe.value)
-    parts = zip(
-        weights_NS.tensor_split(ends, dim=1), v_NSH.tensor_split(ends, dim=1), strict=True
-    )  # fmt: skip
+    parts = zip(weights_NS.tensor_split(ends, dim=1), v_NSH.tensor_split(ends, dim=1), strict=True)
     sums = [torch.cat(((w[:, None] @ v)[:, 0], w.sum(dim=1, keepdim=True)), dim=1) for w, v in parts]
     sums_ENH = torch.stack(sums)
     sink = 0.0 if probe.sinks is None else (probe.sinks - highest).exp()

@@ -275,12 +275,11 @@ class _Sums:
         weights = (scores - self.top).clamp(max=50).exp() / self.total  # [M, N]
         values = self._projected(held_value)  # [M, N, P]
         stride = _stride(length, len(weights))
-        first = [shift for shift in range(1 - length, len(weights)) if shift % stride == 0 or abs(shift) <= 2]
-        shifts = (
-            [0]
-            if source.request is None
-            else [shift for shift in first if shift or source.request != int(self.row.rows.request)]
-        )
+        shifts = [shift for shift in range(1 - length, len(weights)) if shift % stride == 0 or abs(shift) <= 2]
+        if source.request is None:
+            shifts = [0]
+        elif source.request == int(self.row.rows.request):
+            shifts.remove(0)  # what the row does read
         for begin in range(0, len(shifts), _AT_ONCE):
             chosen = shifts[begin : begin + _AT_ONCE]
             places = torch.arange(length) + torch.tensor(chosen)[:, None]  # [D, S]
