@@ -6,7 +6,7 @@ what the engine computed next.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -23,6 +23,7 @@ from harness.engines.by_content.columns import (
     order_of_row,
     relative_error,
 )
+from harness.engines.by_content.heads import ColumnsOf, HeadOrders, as_ordered, in_order
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.relations import Candidate, Relations
 from harness.engines.by_content.tap_map import TapEvidence
@@ -126,7 +127,6 @@ class FoundTensor:
 class _Taken:
     """A tensor that a run took for a tap, with HF's value of the tap, [T, W]."""
 
-    tap: str
     tensor: FoundTensor
     value: torch.Tensor
 
@@ -160,15 +160,13 @@ class TapFinder:
         self._copy_of = self._index.copy_of
         self._relations = Relations(hf, ids, tables, rounding=rounding, limit=self._sharp_limit)
         self._names = names
-        self._permutable = _before_attention(hf.graph)
+        self._orders = HeadOrders(hf.graph)
         self._place = {op.tap: at for at, op in enumerate(hf.graph)}
         self._readers: dict[str, list[str]] = defaultdict(list)
         for op in hf.graph:
             for tap in op.inputs:
                 if not op.is_kept:
                     self._readers[tap].append(op.tap)
-        self._orders: dict[str, tuple[int, ...] | None] = {}
-        """By site, the order of columns that most layers have."""
         self._near: dict[str, list[Fit]] = {}
         self._lost_values: dict[str, torch.Tensor] = {}
         """HF's values [T, W] of the taps that the latest run did not find."""
@@ -187,12 +185,13 @@ class TapFinder:
         wrong value is, or not at all.
         """
         self._find()
-        first, self._orders = self.chosen, self._orders_of_most()
-        others = {tap for tap, tensor in first.items() if not self._may_have(self._hf.graph[tap], tensor.columns)}
+        first = self.chosen
+        others = self._orders.keep_most({tap: tensor.columns for tap, tensor in first.items()})
         if others:
             self._find()
             if not first.keys() - others <= self.chosen.keys():
-                self.chosen, self._orders = first, {}
+                self.chosen = first
+                self._orders.forget()
         self._refuse_contradictions()
 
     def _refuse_contradictions(self) -> None:
@@ -212,14 +211,6 @@ class TapFinder:
                     actual=f"{self.tables[table].name}, which holds {others[0]}",
                     hint="correct the name, or leave it out: tensors without a name are found by content",
                 )
-
-    def _orders_of_most(self) -> dict[str, tuple[int, ...] | None]:
-        """Return by site the order of columns that more than half of the layers have, and two of them at least."""
-        orders: dict[str, list[tuple[int, ...] | None]] = defaultdict(list)
-        for tap in self.chosen.keys() & self._permutable:
-            orders[self._hf.graph[tap].site].append(self.chosen[tap].columns.ranks)
-        most = {site: Counter(orders_of_site).most_common(1)[0] for site, orders_of_site in orders.items()}
-        return {site: order for site, (order, num) in most.items() if num > 1 and 2 * num > len(orders[site])}
 
     def _find(self) -> None:
         self._barred.clear()
@@ -275,8 +266,7 @@ class TapFinder:
         operation, chosen_fit = self._hf.graph[tap], Fit(index=chosen.table, columns=chosen.columns, error=chosen.error)
         if chosen.evidence is TapEvidence.NAMED:
             return [chosen_fit]
-        fits = self._index.find(self._rows(chosen), exactly=True)
-        return [fit for fit in fits if self._may_have(operation, fit.columns)] or [chosen_fit]
+        return self._fits(operation, self._rows(chosen), self._columns_of, exactly=True) or [chosen_fit]
 
     def _rows(self, tensor: FoundTensor) -> torch.Tensor:
         return tensor.columns.of((self.last_rows if tensor.is_last_row else self.tables)[tensor.table].rows)
@@ -287,7 +277,7 @@ class TapFinder:
         Args:
             assumed: tensors to take where no tensor holds HF's value.
         """
-        taken: list[_Taken] = []
+        taken: dict[str, _Taken] = {}
         num_barred = len(self._barred)
         self._holding_value.clear()
         self._lost_values.clear()
@@ -308,13 +298,13 @@ class TapFinder:
             if chosen is None:
                 self._lost_values[operation.tap] = value
                 return None
-            taken.append(_Taken(operation.tap, chosen, value))
+            taken[operation.tap] = _Taken(chosen, value)
             return in_place_of(value, self._rows(chosen))
 
         run_hf(self._hf, self._ids, look)
         if len(self._barred) > num_barred:
             return self._walk(assumed)
-        return {item.tap: item.tensor for item in taken}
+        return {tap: item.tensor for tap, item in taken.items()}
 
     def _as_named(self, tap: str, value: torch.Tensor) -> FoundTensor:
         table, columns = self.named[tap]
@@ -334,12 +324,16 @@ class TapFinder:
             return False
         return (tap, self._copy_of[chosen.table]) in self._barred
 
-    def _holding(self, operation: Operation, value: torch.Tensor, taken: Sequence[_Taken]) -> FoundTensor | None:
+    def _holding(self, operation: Operation, value: torch.Tensor, taken: Mapping[str, _Taken]) -> FoundTensor | None:
         """Return the tensor that holds a value to rounding: of several that do, the one whose name is like it."""
+
+        def columns_of(tap: str) -> Columns | None:
+            return taken[tap].tensor.columns if tap in taken else None
+
         fits = [
             fit
-            for fit in self._index.find(value)
-            if self._may_have(operation, fit.columns) and (operation.tap, self._copy_of[fit.index]) not in self._barred
+            for fit in self._fits(operation, value, columns_of)
+            if (operation.tap, self._copy_of[fit.index]) not in self._barred
         ]
         self._holding_value[operation.tap] = [fit.index for fit in fits if fit.error <= self._sharp_limit]
         fits = [fit for fit in fits if not self._is_named(fit) and self._is_free(fit, value, taken)]
@@ -364,12 +358,12 @@ class TapFinder:
             for table, columns in self.named.values()
         )
 
-    def _is_free(self, fit: Fit, value: torch.Tensor, taken: Sequence[_Taken]) -> bool:
+    def _is_free(self, fit: Fit, value: torch.Tensor, taken: Mapping[str, _Taken]) -> bool:
         """Whether a tensor is no other tap's: one tensor serves one tap, unless HF's values of both are the same.
 
         A tap that it fits markedly worse loses it.
         """
-        for item in taken:
+        for tap, item in taken.items():
             tensor = item.tensor
             if tensor.is_last_row or self._copy_of[tensor.table] != self._copy_of[fit.index] or fit.error <= _SAME:
                 continue
@@ -379,7 +373,7 @@ class TapFinder:
             limit = max(limit_of_same(fit.error, self._rounding), self._sharp_limit / 3)
             if tensor.evidence is not TapEvidence.CONTENT or tensor.error <= limit:
                 return False
-            self._barred.add((item.tap, self._copy_of[tensor.table]))
+            self._barred.add((tap, self._copy_of[tensor.table]))
         return True
 
     def _holding_last_row(self, operation: Operation, value: torch.Tensor) -> FoundTensor | None:
@@ -400,11 +394,23 @@ class TapFinder:
             table=best, columns=columns, evidence=TapEvidence.CONTENT, error=errors[best], is_last_row=True
         )
 
-    def _may_have(self, operation: Operation, columns: Columns) -> bool:
-        """Whether columns may lie so: products of queries and keys do not show the order of their heads' elements."""
-        if operation.tap not in self._permutable:
-            return columns.is_rising
-        return operation.site not in self._orders or columns.ranks == self._orders[operation.site]
+    def _fits(
+        self, operation: Operation, value: torch.Tensor, columns_of: ColumnsOf, *, exactly: bool = False
+    ) -> list[Fit]:
+        """Return the tensors that hold a value in columns that may lie so, the nearest first."""
+        fits = [
+            fit
+            for fit in self._index.find(value, exactly=exactly)
+            if self._orders.may_be(operation, fit.columns, columns_of)
+        ]
+        order = self._orders.following(operation, columns_of)
+        if order is not None:  # heads of one KV head are alike at position 0: no order can be read from them
+            ordered = self._index.find(in_order(value, order), exactly=True)
+            fits += [as_ordered(fit, order) for fit in ordered if fit.columns.is_rising]
+        return sorted(fits, key=lambda fit: fit.error) if order is not None else fits
+
+    def _columns_of(self, tap: str) -> Columns | None:
+        return self.chosen[tap].columns if tap in self.chosen else None
 
     def _find_by_names(self) -> bool:
         """Take tensors by their names for values after which nothing was found; return whether more was found."""
@@ -562,7 +568,7 @@ class TapFinder:
 
     def _may_be(self, operation: Operation, fit: Fit) -> bool:
         is_free = fit.error <= _SAME or not self._is_claimed(fit.index, fit.columns)
-        return is_free and self._may_have(operation, fit.columns)
+        return is_free and self._orders.may_be(operation, fit.columns, self._columns_of)
 
     def _candidates(self, operation: Operation) -> list[Candidate]:
         """Return the unclaimed tensors that may be an operation's value, each content once.
@@ -585,7 +591,7 @@ class TapFinder:
         candidates = [
             self._relations.candidate(at, columns)
             for at, columns in places
-            if self._may_have(operation, columns)
+            if self._orders.may_be(operation, columns, self._columns_of)
             and not self._is_claimed(at, columns)
             and not (is_read_by_norm and have_one_size(columns.of(self.tables[at].rows)))
         ]
@@ -596,9 +602,10 @@ class TapFinder:
 
         Else as in other layers, or as at position 0, where rotary turns nothing.
         """
-        whole, order = Columns(start=0, stop=prod(operation.shape)), None
-        if operation.tap in self._permutable:
-            read = [self.chosen[tap] for tap in operation.inputs if tap in self.chosen and tap in self._permutable]
+        whole = Columns(start=0, stop=prod(operation.shape))
+        order = self._orders.following(operation, self._columns_of)
+        if self._orders.is_free(operation.tap):
+            read = [self.chosen[tap] for tap in operation.inputs if tap in self.chosen and self._orders.is_free(tap)]
             alike = [*read, *self._of_site(operation).values()]
             value = self._lost_values.get(operation.tap)
             if alike:
@@ -669,18 +676,3 @@ def in_place_of(value: torch.Tensor, engine_rows: torch.Tensor) -> torch.Tensor:
     missing = len(value) - len(engine_rows)
     rows = torch.cat([value[:missing].to(engine_rows), engine_rows]) if missing else engine_rows
     return rows if bool(rows.isfinite().all()) else torch.where(rows.isfinite(), rows.to(value), value)
-
-
-def _before_attention(graph: Graph) -> set[str]:
-    """Return the taps that only queries and keys follow from."""
-    before = {tap for op in graph if op.kind is Kind.ATTENTION for tap in op.inputs[:2]}
-    values = {op.inputs[2] for op in graph if op.kind is Kind.ATTENTION}
-    readers: dict[str, set[str]] = {}
-    for op in graph:
-        for tap in op.inputs:
-            readers.setdefault(tap, set()).add(op.tap)
-    for op in reversed(graph.operations):
-        readers_of_op = {tap for tap in readers.get(op.tap, set()) if not graph[tap].is_kept}
-        if readers_of_op and readers_of_op <= before and op.tap not in values:
-            before.add(op.tap)
-    return before - values

@@ -340,3 +340,31 @@ def test_outputs_of_layers_that_are_all_wrong_are_told_by_names_and_nearness(che
     finder = finder_of_dump(folder, made)
     assert set(finder.chosen) == {tap for tap in made.taps if tap.endswith(kept)}
     assert by_evidence(finder, TapEvidence.CONSUMERS) == {"model.layers.2.output"}
+
+
+def other_heads(made, of_heads):
+    """Lay the heads of some taps in another order: `of_heads` has the order by what the tap's name ends with."""
+    tensors = {f"t{at:04d}": (tap, value) for at, (tap, value) in enumerate(made.taps.items())}
+    for name, (tap, value) in tensors.items():
+        order = next((order for end, order in of_heads.items() if tap.endswith(end)), [0])
+        tensors[name] = tap, value.unflatten(1, (len(order), -1))[:, order].flatten(1)
+    made.tensors = [NamedTensor(name, value) for name, (_tap, value) in tensors.items()]
+    return made
+
+
+TILED = [0, 2, 1, 3]
+QUERIES = {"q_proj": TILED, "q_rope": TILED, "attention": TILED}
+KEYS = {"k_proj": [1, 0], "k_rope": [1, 0], "v_proj": [1, 0]}
+
+
+@pytest.mark.parametrize("plant", [lambda model: None, other_theta, scaled([0, 1, 2])])
+def test_context_has_the_heads_of_queries_and_values_those_of_keys(checkpoints, plant):
+    folder = checkpoints / "qwen2-tiny"
+    made = other_heads(dump(folder, plant=plant), QUERIES | KEYS)
+    assert set(finder_of_dump(folder, made).chosen) == set(made.taps)
+
+
+def test_context_in_an_order_that_queries_do_not_have_is_not_taken(checkpoints):
+    folder = checkpoints / "qwen2-tiny"
+    made = other_heads(dump(folder), {"attention": TILED})
+    assert not [tap for tap in finder_of_dump(folder, made).chosen if tap.endswith("attention")]
