@@ -159,6 +159,8 @@ class Explanation:
     """Numbers that were fitted to these rows, over all of them."""
     is_cause: bool = True
     """Whether a cause is asserted; False if only observations are reported."""
+    tap: str | None = None
+    """Operation whose mistake it is, if that was not recorded: the one that is explained was judged through it."""
     detail: str = ""
     provenance: Provenance | None = None
 

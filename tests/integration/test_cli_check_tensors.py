@@ -223,6 +223,39 @@ def test_without_the_embedding_the_first_layer_is_judged_on_hfs(check, qwen2, fo
     assert sources["model.embed_tokens"] == "HF's embedding of the tokens"
 
 
+def gate_for_up(model):
+    mlp = model.model.layers[1].mlp
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+def other_scale(model):
+    model.model.layers[1].self_attn.scaling *= 1.25
+
+
+def other_theta(model):
+    inv_freq = model.model.rotary_emb.inv_freq
+    inv_freq.copy_(5000.0 ** (-torch.arange(len(inv_freq)) / len(inv_freq)))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("plant", "first", "cause", "tap"),
+    [
+        (gate_for_up, "1.mlp.down_proj", "gate and up are swapped", "1.mlp.act"),
+        (other_scale, "1.self_attn.o_proj", "the softmax scale", "1.attention"),
+        (other_theta, "0.self_attn.o_proj", "wrong rope theta", "0.q_rope"),
+    ],
+)
+def test_a_mistake_of_what_was_not_recorded_is_said_to_be_there(check, qwen2, folder, plant, first, cause, tap):
+    torch.save(dump(qwen2, plant=plant), folder / "a.pt")
+    divergence = check("--dtype", "float32", "--format", "json").json["first_divergence"]
+    explanation = divergence["explanation"]
+    assert (divergence["tap"], explanation["tap"]) == (f"model.layers.{first}", f"model.layers.{tap}")
+    assert explanation["cause"].startswith(cause)
+    text = " ".join(check("--dtype", "float32").out.split())
+    assert f"it is a mistake of model.layers.{tap}, which was not recorded" in text
+
+
 def test_names_come_before_what_is_guessed(check, qwen2, folder, tmp_path):
     """The last norm is all zeros, which no other tensor tells, and neither does its name."""
     tensors = dump(qwen2, plant=lambda model: model.model.norm.weight.data.zero_())

@@ -152,21 +152,6 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         settings.other_biases,
     ),
 }
-OF_UNRECORDED_ATTENTION: Sequence[Explain] = (
-    unrecorded.rotated_otherwise,
-    unrecorded.rotated_though_none,
-    masks.causal_mask_off,
-    masks.mask_misaligned,
-    masks.wrong_window,
-    masks.padding_attended,
-    softmax.wrong_scale,
-    softmax.bias_added,
-    softmax.coarse_softmax,
-    softmax.left_out,
-    softmax.other_cap,
-    softmax.other_sinks,
-)
-"""Explanations for attention that was not recorded: its parameters, not its kernel."""
 _WIRING: Sequence[Explain] = (wiring.other_sum, wiring.other_input)
 _SETTINGS: Sequence[Explain] = (settings.other_settings,)
 _EDITS: Sequence[Explain] = (other_code,)

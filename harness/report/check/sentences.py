@@ -118,6 +118,8 @@ def explanation_lines(explanation: Explanation) -> Iterator[str]:
         fitted = f", {count(explanation.num_fitted, 'number')} fitted to them" if explanation.num_fitted else ""
         fit += f" ({explanation.num_explained:,} of {count(explanation.num_rows, 'row')}{fitted})"
     yield fit
+    if explanation.tap is not None:
+        yield printable(f"it is a mistake of {explanation.tap}, which was not recorded")
     if explanation.detail:
         yield printable(explanation.detail)
     if explanation.provenance:

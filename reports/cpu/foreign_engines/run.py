@@ -136,7 +136,8 @@ def verdict(report: Any, fault: str, num_prompt: int) -> tuple[str, str, str]:
     expected = FAULTS[fault]
     row = 1 if num_prompt == 1 and fault == "cache" else expected.first
     row -= first.tap.endswith("k_cache")  # the slot that is overwritten
-    is_right = first.tap in expected.taps and first.position == row
+    shown = {first.tap, None if first.explanation is None else first.explanation.tap}  # the latter was not recorded
+    is_right = bool(shown & {*expected.taps}) and first.position == row
     is_named = first.explanation is not None and first.explanation.is_cause and re.search(expected.cause, cause)
     return where, "right" if is_right else "WRONG", ("" if is_named else "NOT NAMED: ") + cause
 

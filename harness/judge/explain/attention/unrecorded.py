@@ -1,7 +1,6 @@
-"""Mistakes that are seen through attention: of rotated queries and keys, and of attention, that were not recorded.
+"""Mistakes of rotated queries and keys that were not recorded: they are seen through attention.
 
-`R` rows, `W` elements of a row of attention, `V` elements of a row of the operation that reads it; `T` query rows,
-`S` history rows, `N` query heads, `K` KV heads, `H` head size.
+`R` rows, `N` query heads, `K` KV heads, `H` head size, `S` history rows.
 """
 
 import math
@@ -12,9 +11,9 @@ import torch
 
 from harness.formats.taps import Kind
 from harness.judge.compare.align import Rows
-from harness.judge.compare.evidence import AttentionContext, histories
+from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.core.fit import fit_by_search
-from harness.judge.explain.core.wrong_operation import Downstream, Hypothesis, WrongOperation
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.rotary import frequencies, rotation
 from harness.judge.explain.rotary.positions import places_in_step
 from harness.oracle.rotation import Rotation, rotations
@@ -61,8 +60,11 @@ def rotated_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
     rotary is not applied to queries, to keys; positions restart, run on, stop, or are off in decode; a fitted theta.
     """
     sides = _sides(wrong)
-    if sides is None:
-        return
+    for hypothesis in () if sides is None else _rotated(wrong, sides):
+        yield replace(hypothesis, tap=wrong.operation.inputs[0])
+
+
+def _rotated(wrong: WrongOperation, sides: _Sides) -> Iterator[Hypothesis]:
     for explain in _ROTATED_WRONGLY:
         keys = {(item.cause, item.detail): item for item in explain(sides.key) if not item.num_fitted}
         for query in explain(sides.query):
@@ -233,48 +235,3 @@ def _history(view: AttentionContext) -> Rows:
     return Rows(
         request=torch.full_like(position, int(view.rows.request[0])), position=position, step=view.key_step.clamp(min=0)
     )
-
-
-def unrecorded_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.Tensor] | None:
-    """Return the attention that an operation was judged through, and which of the wrong rows it has.
-
-    None if there is none, or several.
-    """
-    rerun = wrong.rerun
-    between = [wrong.graph[tap] for tap in wrong.unrecorded if wrong.graph[tap].kind is Kind.ATTENTION]
-    if rerun is None or len(between) != 1:
-        return None
-    attention, places = between[0], rerun.places(wrong.rows)
-    rerun.run()
-    if attention.tap not in rerun.calls or bool((places < 0).all()):
-        return None
-    views, kept = histories(rerun.part_inputs.batch, rerun.calls[attention.tap], places[places >= 0])
-    where = {place: at for at, place in enumerate(places.tolist())}
-    order = torch.tensor([where[place] for place in kept.tolist()])
-    expected = rerun.values[attention.tap][kept.to(rerun.hf.device)].flatten(1).to("cpu", torch.float64)
-    behind = wrong.take(order)
-    is_direct = wrong.operation.kind is Kind.LINEAR and wrong.operation.inputs == (attention.tap,)
-
-    def push(context: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        direct = wrong.replay([context], behind.positions[rows]) if is_direct else None
-        return rerun.run({attention.tap: (kept[rows], context)})[kept[rows]] if direct is None else direct
-
-    inner = replace(
-        behind,
-        operation=attention,
-        actual=_guess(wrong, behind.actual - behind.expected, expected) if is_direct else expected,
-        expected=expected,
-        inputs=[],
-        views=views,
-        downstream=Downstream(actual=behind.actual, push=push),
-    )
-    return inner, order
-
-
-def _guess(wrong: WrongOperation, error: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the context nearest to what should be that gives what the product after it gave, [R, W]."""
-    weight = wrong.weight(wrong.operation.tap)
-    if weight is None:
-        return expected
-    context: torch.Tensor = expected + torch.linalg.lstsq(weight, error.T, driver="gelsd").solution.T
-    return context

@@ -55,6 +55,8 @@ class Hypothesis:
     """[rows] bool: rows that it must explain, and half of all; None for all. A wrong state leaves later ones wrong."""
     unknown: torch.Tensor | None = None
     """[rows] bool: rows that would have read memory nobody wrote, so that `output` cannot be known there."""
+    tap: str | None = None
+    """Operation that it is about, if that was not recorded and another one shows it."""
     provenance: Callable[[], Provenance | None] | None = None
     """Traces one wrong place of the KV cache, where the cause lies in one."""
 
@@ -69,6 +71,8 @@ def hypotheses(outputs: Mapping[str, torch.Tensor]) -> Iterator[Hypothesis]:
 class Downstream:
     """What was recorded after an operation that was not."""
 
+    tap: str
+    """Of the operation."""
     actual: torch.Tensor
     """[R, V] float64, as recorded."""
     push: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -76,7 +80,8 @@ class Downstream:
 
     def pushed(self, hypothesis: Hypothesis) -> Hypothesis:
         """Return what a hypothesis about the operation gives after it."""
-        return dataclass_replace(hypothesis, output=self.push(hypothesis.output, torch.arange(len(hypothesis.output))))
+        output = self.push(hypothesis.output, torch.arange(len(hypothesis.output)))
+        return dataclass_replace(hypothesis, output=output, tap=hypothesis.tap or self.tap)
 
 
 @dataclass(frozen=True, kw_only=True)

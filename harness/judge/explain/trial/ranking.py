@@ -14,11 +14,12 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.judge.compare.evidence import guarded
-from harness.judge.explain.attention.unrecorded import unrecorded_attention
-from harness.judge.explain.causes import OF_UNRECORDED_ATTENTION, stages_of
+from harness.judge.explain.causes import stages_of
 from harness.judge.explain.core.wrong_operation import Explain, Hypothesis, WrongOperation
 from harness.judge.explain.trial.description import pattern
 from harness.judge.explain.trial.not_finite import not_finite
+from harness.judge.explain.trial.unrecorded import EXPLANATIONS as OF_UNRECORDED
+from harness.judge.explain.trial.unrecorded import unrecorded_operation
 from harness.results.check import Explanation
 
 _FALL = 0.5
@@ -173,10 +174,10 @@ def rank_hypotheses(wrong: WrongOperation, scope: str) -> Explanation:
                 return explanation
         return not_finite(wrong, scope)
     failures = list[str]()
-    attention, order = (unrecorded_attention(wrong) if wrong.unrecorded and not wrong.views else None) or (None, None)
+    unrecorded, order = unrecorded_operation(wrong) or (None, None)
     if order is not None:
         wrong = wrong.take(order)
-    return with_failures(_ranked(wrong, attention, failures, scope), failures)
+    return with_failures(_ranked(wrong, unrecorded, failures, scope), failures)
 
 
 def with_failures(explanation: Explanation, failures: Sequence[str]) -> Explanation:
@@ -187,8 +188,8 @@ def with_failures(explanation: Explanation, failures: Sequence[str]) -> Explanat
     return replace(explanation, detail="; ".join(note for note in notes if note))
 
 
-def _ranked(wrong: WrongOperation, attention: WrongOperation | None, failures: list[str], scope: str) -> Explanation:
-    best, equal, observed = _best(wrong, attention, failures)
+def _ranked(wrong: WrongOperation, unrecorded: WrongOperation | None, failures: list[str], scope: str) -> Explanation:
+    best, equal, observed = _best(wrong, unrecorded, failures)
     if best is not None:
         return _explanation(best, equal, wrong, failures, scope)
     if observed is not None and observed.fits:
@@ -197,7 +198,7 @@ def _ranked(wrong: WrongOperation, attention: WrongOperation | None, failures: l
 
 
 def _best(
-    wrong: WrongOperation, attention: WrongOperation | None, failures: list[str]
+    wrong: WrongOperation, unrecorded: WrongOperation | None, failures: list[str]
 ) -> tuple[Trial | None, list[Trial], Trial | None]:
     """Return the best cause, those that are as good, and the best of what fits and may not be asserted."""
     best: Trial | None = None
@@ -208,11 +209,9 @@ def _best(
     for number, stage in enumerate(stages):
         if number and best is not None and _is_perfect(best, wrong):
             break  # what can be said of any operation says less
-        of_attention = OF_UNRECORDED_ATTENTION if attention is not None and not number else ()
-        trials = [
-            *_trials(of_attention, attention or wrong, wrong, failures),
-            *_trials(stage, wrong, wrong, failures),
-        ]
+        trials = list(_trials(stage, wrong, wrong, failures))
+        if unrecorded is not None and not number:
+            trials = [*_trials(OF_UNRECORDED[unrecorded.operation.kind], unrecorded, wrong, failures), *trials]
         asserted = [trial for trial in trials if trial.is_cause and not trial.hypothesis.is_fallback]
         fallback = fallback or next((t for t in trials if t.is_cause and t.hypothesis.is_fallback), None)
         leader = best
@@ -233,7 +232,7 @@ def _best(
 def _trials(
     explanations: Sequence[Explain], tried_on: WrongOperation, wrong: WrongOperation, failures: list[str]
 ) -> Iterator[Trial]:
-    """Yield the trial of every hypothesis about an operation: the wrong one, or unrecorded attention before it."""
+    """Yield the trial of every hypothesis about an operation: the wrong one, or an unrecorded one before it."""
     for explain in explanations:
         with guarded(explain.__name__, failures):  # it may not know operations of this shape; others may
             for hypothesis in explain(tried_on):
@@ -320,6 +319,7 @@ def _explanation(
         num_explained=int(best.holds.sum()),
         num_fitted=hypothesis.num_fitted,
         is_cause=best.is_cause,
+        tap=None if equal else hypothesis.tap,
         detail="; ".join(detail for detail in details if detail),
         provenance=provenance,
     )
