@@ -7,8 +7,8 @@ recorded flows through HF's code, in the truth and in the control alike.
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
 from harness.oracle.precision import SoftplusByLog, truth_dtype
 from harness.oracle.requests import batch_tokens
+from harness.oracle.scan_order import ScanInAnyChunks
 from harness.results.check import Effect
 
 
@@ -73,6 +74,8 @@ class _TapTotals:
         return beyond_control(self.effects, self.control_effects, allowance=allowance)
 
 
+OrderOfSums = Callable[[], AbstractContextManager[Any]]
+"""Entered on the thread of the control: how it orders sums that HF's code leaves to the engine."""
 _SOUND_ROWS, _SOUND_QUERIES = 48, 8
 """Sound rows that are kept of an operation; of attention, whose rows are those of the two longest requests."""
 _Measured = tuple[TapRows, LocalErrors, torch.Tensor]
@@ -322,7 +325,8 @@ def local_errors(
     """Run the model over all that the engine computed, every recorded value put back, and judge each operation.
 
     The control runs only where it can decide: it enlarges bounds, and excuses directions that its own rounding has. So
-    what passes without it passes with it; else all is judged again beside it.
+    what passes without it passes with it; else all is judged again beside it. Where a model with states is out of its
+    control's bounds, a control that sums its decays in another order (`ScanInAnyChunks`) decides too.
 
     Args:
         recording: the engine's, its taps named as in the graph.
@@ -340,7 +344,23 @@ def local_errors(
         judgement = replayed(has_control=False)
         if not any(errors.num_bad or errors.effect or errors.convention for errors in judgement.errors.values()):
             return judgement
-    return replayed(has_control=True)
+    judgement = replayed(has_control=True)
+    is_of_control = (errors.is_bounded_by_control and errors.num_bad for errors in judgement.errors.values())
+    if not hf.graph.states or not any(is_of_control):
+        return judgement
+    return with_fewer_bad([judgement, replayed(has_control=True, order_of_sums=ScanInAnyChunks)])
+
+
+def with_fewer_bad(judgements: Sequence[LocalJudgement]) -> LocalJudgement:
+    """Return the judgement that went farthest, each operation as where the fewest of its rows are out of bounds."""
+    farthest = max(judgements, key=lambda judgement: len(judgement.errors))
+    errors, evidence = dict[str, LocalErrors](), dict[str, Evidence]()
+    for tap in farthest.errors:
+        best = min((item for item in judgements if tap in item.errors), key=lambda item: item.errors[tap].num_bad)
+        errors[tap] = best.errors[tap]
+        if tap in best.evidence:
+            evidence[tap] = best.evidence[tap]
+    return replace(farthest, errors=errors, evidence=evidence)
 
 
 def _needs_control(graph: Graph, usable: set[str]) -> bool:
@@ -359,6 +379,7 @@ def _replayed(
     sample: RowSample | None,
     progress: Progress | None,
     has_control: bool,
+    order_of_sums: OrderOfSums = nullcontext,
 ) -> LocalJudgement:
     """Judge as `local_errors`; without the control, bounds may be too small and directions those of all rounding."""
     ahead, sampled = max(hf.graph.drafted_from, default=0), SampledRows()
@@ -394,7 +415,7 @@ def _replayed(
                     progress=report,
                     inputs=inputs_of(hf, batch.sequences[0].request, batch.num_tokens),
                     sample=watcher.sample,
-                    control_arithmetic=control_arithmetic(recording),
+                    control_arithmetic=control_arithmetic(recording, order_of_sums),
                     has_control=has_control,
                 )
     if projections is not None:
@@ -402,10 +423,19 @@ def _replayed(
     return replace(judge.judgement(), sampled=sampled)
 
 
-def control_arithmetic(recording: Recording) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the context in which the control computes as the engine declares, where that differs from HF."""
+def control_arithmetic(
+    recording: Recording, order_of_sums: OrderOfSums = nullcontext
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context in which the control computes as the engine declares, and sums in an order."""
     numerics = recording.manifest.numerics
-    return SoftplusByLog if numerics is not None and numerics.softplus_by_log else nullcontext
+    declared = SoftplusByLog if numerics is not None and numerics.softplus_by_log else nullcontext
+
+    @contextmanager
+    def arithmetic() -> Iterator[None]:
+        with declared(), order_of_sums():
+            yield
+
+    return arithmetic
 
 
 def _with_batch(sampled: SampledRows, batch: PaddedBatch, sample: RowSample | None) -> SampledRows:

@@ -6,8 +6,9 @@ length run together, in high precision and as the control.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -18,7 +19,7 @@ from harness.judge.compare.align import Prefixes, Rows, all_rows, is_readback, s
 from harness.judge.compare.batch import make_batches
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, control_bound
 from harness.judge.compare.evidence import Evidence
-from harness.judge.compare.local import LocalJudgement, control_arithmetic
+from harness.judge.compare.local import LocalJudgement, OrderOfSums, control_arithmetic, with_fewer_bad
 from harness.judge.compare.replay import Judge, Replay
 from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import NOWHERE, RowSequence
@@ -27,6 +28,7 @@ from harness.oracle.caches import held_states
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
 from harness.oracle.requests import batch_tokens
+from harness.oracle.scan_order import ScanInAnyChunks
 
 _MOST_PASSES, _LEAST_TOKENS = 4, 2048
 """The truth may run this many times the tokens of the recording for states, and at least this many tokens."""
@@ -110,8 +112,10 @@ class StateRuns:
         self._known |= {key: truth for key, (_, truth) in zip(new, new_pairs, strict=True)}
         return [self._known[key] for key in keys]
 
-    def pairs(self, sequences: Sequence[RowSequence]) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-        """Return the control's states after each sequence, and the truth's; see `after`."""
+    def pairs(
+        self, sequences: Sequence[RowSequence], order_of_sums: OrderOfSums = nullcontext
+    ) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+        """Return the control's states after each sequence, and the truth's; see `after` and `control_arithmetic`."""
         by_sequence = list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]()
         place = {id(sequence): at for at, sequence in enumerate(sequences)}
         order = list[int]()
@@ -126,7 +130,7 @@ class StateRuns:
                     truth_dtype=self._truth_dtype,
                     logit_positions=[0],
                     use_cache=True,
-                    control_arithmetic=control_arithmetic(self.recording),
+                    control_arithmetic=control_arithmetic(self.recording, order_of_sums),
                 )
                 by_sequence += zip(
                     *(self._by_tap(cache, len(batch.sequences)) for cache in (control, truth)), strict=True
@@ -168,19 +172,35 @@ def judge_states(runs: StateRuns, graph: Graph, usable: Collection[str]) -> Loca
     if not reads:
         return LocalJudgement()
     chosen = _affordable(reads, runs.recording)
-    pairs = dict(zip(chosen, runs.pairs([runs.rows_of(read) for read in chosen]), strict=True))
-    judgement = _judged(runs, graph, usable, operations, pairs)
-    before = _before_the_first(reads, pairs, judgement)
-    if before:
-        pairs |= dict(zip(before, runs.pairs([runs.rows_of(read) for read in before]), strict=True))
-        judgement = _judged(runs, graph, usable, operations, pairs)
-    return replace(judgement, left_out=_in_words(set(reads) - set(pairs)))
+    judged = partial(_judged, runs, graph, usable, operations)
+    judgement = judged(chosen)
+    if before := _before_the_first(reads, chosen, judgement):
+        chosen += before
+        judgement = judged(chosen)
+    return replace(judgement, left_out=_in_words(set(reads) - set(chosen)))
 
 
 def _judged(
+    runs: StateRuns,
+    graph: Graph,
+    usable: Collection[str],
+    operations: Sequence[Operation],
+    reads: Sequence[ReadState],
+) -> LocalJudgement:
+    """Judge some of the states that were read; those out of bounds also by a control that sums in another order."""
+    judgements = list[LocalJudgement]()
+    for order_of_sums in (nullcontext, ScanInAnyChunks):
+        pairs = dict(zip(reads, runs.pairs([runs.rows_of(read) for read in reads], order_of_sums), strict=True))
+        judgements.append(_compared(runs, graph, usable, operations, pairs))
+        if not any(errors.num_bad for errors in judgements[-1].errors.values()):
+            break
+    return with_fewer_bad(judgements)
+
+
+def _compared(
     runs: StateRuns, graph: Graph, usable: Collection[str], operations: Sequence[Operation], pairs: "_Pairs"
 ) -> LocalJudgement:
-    """Judge the states that were read where the truth is known."""
+    """Compare the states that were read with those of a truth and its control."""
     errors, evidence = dict[str, LocalErrors](), dict[str, Evidence]()
     for operation in operations:
         factor = UNRECORDED_FACTOR if _lacks_inputs(graph, operation, usable) else CONTROL_FACTOR
@@ -193,13 +213,15 @@ def _judged(
     return LocalJudgement(errors=errors, evidence=evidence)
 
 
-def _before_the_first(reads: Sequence[ReadState], pairs: "_Pairs", judgement: LocalJudgement) -> list[ReadState]:
+def _before_the_first(
+    reads: Sequence[ReadState], judged: Collection[ReadState], judgement: LocalJudgement
+) -> list[ReadState]:
     """Return the reads between the last right state and the first wrong one that were left out."""
     steps = [int(error.rows.step[error.bad].min()) for error in judgement.errors.values() if bool(error.bad.any())]
     if not steps:
         return []
-    right = [read.step for read in pairs if read.step < min(steps)]
-    left_out = [read for read in reads if read not in pairs and max(right, default=-1) < read.step < min(steps)]
+    right = [read.step for read in judged if read.step < min(steps)]
+    left_out = [read for read in reads if read not in judged and max(right, default=-1) < read.step < min(steps)]
     return left_out[:_MOST_FORWARDS]
 
 
