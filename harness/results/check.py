@@ -337,6 +337,10 @@ class Coverage:
     rows_ambiguous: Annotated[int, TOTAL] = 0
     """Rows that could not be told from others, by their token ids and the order of requests; none of their taps was
     judged."""
+    rows_not_judged: Annotated[int, TOTAL] = 0
+    """Rows of `taps_partly_judged` whose inputs were not recorded, where other experts or a convention explain any
+    distance from the golden."""
+    taps_partly_judged: Annotated[tuple[str, ...], UNION] = ()
     rows_left_out: Annotated[int, TOTAL] = 0
     """Rows at which products and attention were not judged, as a sample of rows was asked for."""
     least_rows_found: Annotated[int | None, LARGEST] = None
@@ -344,6 +348,8 @@ class Coverage:
     judged_compute: Annotated[float | None, SMALLEST] = None
     """Share of the model's multiply-adds whose output was judged, by itself or through what is computed from it; None
     without the model."""
+    judged_compute_of_rows: Annotated[float | None, SMALLEST] = None
+    """The same over all rows that the engine computed: what was judged by itself counts by the rows in which it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

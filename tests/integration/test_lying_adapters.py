@@ -165,7 +165,7 @@ def test_an_adapter_with_its_embedding_alone_is_told_why(harness, install, llama
     assert ran.status == 5
     (note,) = ran.json["notes"]
     assert note.startswith("H051: judged outputs are 0 % of the model's multiply-adds, and a pass needs 50 %: ")
-    assert note.endswith("the engine declares the rest unsupported")
+    assert note.endswith("the engine does not show the rest")
     assert ran.json["coverage"]["judged_compute"] == 0
     assert "lm_head" in ran.json["coverage"]["not_judged"]
 

@@ -194,18 +194,21 @@ LEAST_JUDGED = 0.5
 judged."""
 
 
-def judged_compute(hf: HFModel, judged: Collection[str], *, num_tokens: int) -> float:
+def judged_compute(hf: HFModel, judged: Mapping[str, float], *, num_tokens: int) -> float:
     """Return the share of a model's multiply-adds whose output was judged, itself or through what is computed from it.
 
     Args:
         hf: the model.
-        judged: taps that were judged.
+        judged: taps that were judged, with the share of their rows that counts; others have that of their readers.
         num_tokens: tokens that a query sees, for the products of attention.
     """
-    cost = multiply_adds(hf, num_tokens)
-    reached = judged_or_before(hf.graph, judged)
+    cost, shares = multiply_adds(hf, num_tokens), dict(judged)
+    for operation in reversed(tuple(hf.graph)):
+        for tap in set(operation.inputs) - set(judged):
+            shares[tap] = max(shares.get(tap, 0.0), shares.get(operation.tap, 0.0))
     whole = sum(cost.values())
-    return sum(value for tap, value in cost.items() if tap in reached) / whole if whole else float(bool(reached))
+    reached = sum(value * shares.get(tap, 0.0) for tap, value in cost.items())
+    return reached / whole if whole else max(shares.values(), default=0.0)
 
 
 def judged_or_before(graph: Graph, judged: Iterable[str]) -> set[str]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -10,7 +11,7 @@ from harness.base.progress import Progress
 from harness.base.threads import Workers
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph
-from harness.judge.compare.align import Locator, match_requests
+from harness.judge.compare.align import Locator, Rows, all_rows, is_readback, match_requests
 from harness.judge.compare.batch import RowSample, rows_standing_out
 from harness.judge.compare.cache import cache_errors, reads_unwritten
 from harness.judge.compare.conventions.linear import QUANTISED_INPUTS
@@ -299,7 +300,7 @@ def _tokens_and_coverage(
             f"{tap}[{expert}]" for tap, experts in judgements.local.not_chosen.items() for expert in experts
         ),
     )
-    return tokens, _with_what_was_judged(coverage, sides, judgements.judged, hf), [*differences, *gaps]
+    return tokens, _with_what_was_judged(coverage, sides, judgements, hf), [*differences, *gaps]
 
 
 def _findings(sides: _Sides, judgements: _Judgements) -> list[Finding]:
@@ -351,17 +352,52 @@ def _ties(logits: LogitResult | None, noise: torch.Tensor | None) -> tuple[str, 
     return ("near_tie",) if logits.margin_min <= 2 * float(noise.max()) else ()
 
 
-def _with_what_was_judged(
-    coverage: Coverage, sides: _Sides, judged: Sequence[TapJudgement], hf: HFModel | None
-) -> Coverage:
-    """Add the taps that were not judged, and the judged share of the compute of the model."""
-    taps = {judgement.operation.tap for judgement in judged if judgement.is_in_graph and len(judgement.rows)}
-    only_through, not_judged = unjudged(sides.graph, taps)
-    share = None
-    if hf is not None and taps:
-        longest = max(len(request.token_ids) for request in sides.actual.manifest.requests)
-        share = judged_compute(hf, taps, num_tokens=max(1, longest // 2)) if not_judged else 1.0
-    return replace(coverage, only_through=only_through, not_judged=not_judged, judged_compute=share)
+def _with_what_was_judged(coverage: Coverage, sides: _Sides, judgements: _Judgements, hf: HFModel | None) -> Coverage:
+    """Add the taps and rows that were not judged, and the judged share of the compute of the model."""
+    judged = [judgement for judgement in judgements.judged if judgement.is_in_graph and len(judgement.rows)]
+    only_through, not_judged = unjudged(sides.graph, {judgement.operation.tap for judgement in judged})
+    by_golden = {judgement.operation.tap for judgement in _of_hfs_rounding(judgements)}
+    left = {} if coverage.rows_left_out else _rows_not_judged(judged, by_golden)
+    coverage = replace(
+        coverage,
+        only_through=only_through,
+        not_judged=not_judged,
+        rows_not_judged=sum(left.values()),
+        taps_partly_judged=tuple(left),
+    )
+    if hf is None or not judged:
+        return coverage
+    longest = max(len(request.token_ids) for request in sides.actual.manifest.requests)
+    share_of = partial(judged_compute, hf, num_tokens=max(1, longest // 2))
+    whole = {judgement.operation.tap: 1.0 for judgement in judged}
+    of_rows = whole if coverage.rows_left_out else _shares_of_rows(sides.actual, judged, by_golden)
+    return replace(coverage, judged_compute=share_of(whole), judged_compute_of_rows=share_of(of_rows))
+
+
+def _rows_not_judged(judged: Sequence[TapJudgement], by_golden: Collection[str]) -> dict[str, int]:
+    """Return the number of rows, by tap, that neither replay nor the golden can judge."""
+    return {
+        judgement.operation.tap: int(judgement.only_propagated.sum())
+        for judgement in judged
+        if judgement.operation.tap not in by_golden and bool(judgement.only_propagated.any())
+    }
+
+
+def _shares_of_rows(
+    actual: Recording, judged: Sequence[TapJudgement], by_golden: Collection[str]
+) -> Mapping[str, float]:
+    """Return the share of the engine's rows in which each tap was judged; of the head, the share of its rows."""
+    steps = [all_rows(step) for step in actual.steps if not is_readback(step)]
+    num_rows = len(Rows.concat(steps).keys.unique())
+    shares = dict[str, float]()
+    for judgement in judged:
+        tap, shown = judgement.operation.tap, judgement.rows.keys
+        if judgement.propagated is not None:
+            shown = torch.cat([shown, judgement.propagated.rows.keys])
+        num_shown = len(shown.unique())
+        num_judged = num_shown if tap in by_golden else len(judgement.rows.keys.unique())
+        shares[tap] = num_judged / max(1, num_shown if judgement.operation.sampled_only else num_rows)
+    return shares
 
 
 def _outcome(

@@ -285,7 +285,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
     if share < LEAST_JUDGED and any(run.outcome is Outcome.NOTHING for run in runs):
         yield (
             f"{Code.NOTHING_CHECKED}: judged outputs are {100 * share:.0f} % of the model's multiply-adds, and a pass "
-            f"needs {100 * LEAST_JUDGED:.0f} %: the engine declares the rest unsupported"
+            f"needs {100 * LEAST_JUDGED:.0f} %: the engine does not show the rest"
         )
     elif judged and judged <= {graph.logits, *graph.head}:
         yield f"only the logits were judged, which show {what_logits_show(golden.truth.noise[graph.logits], graph)}"

@@ -274,9 +274,9 @@ def seen_sentence(result: CheckResult) -> str | None:
     coverage = sum_coverage(result.runs)
     if coverage.rows_ambiguous:
         parts.append(f"{count(coverage.rows_ambiguous, 'row')} cannot be told from others, and are not judged")
-    share = coverage.judged_compute
+    share = coverage.judged_compute_of_rows
     if share is not None:
-        parts.append(f"judged outputs are {100 * share:.0f} % of the model's multiply-adds")
+        parts.append(f"judged rows are {number(100 * share)} % of the model's multiply-adds")
     return printable("; ".join(parts))
 
 
@@ -361,12 +361,16 @@ def _not_judged(coverage: Coverage) -> str:
         parts.append(f"only through what is computed from them: {_names(coverage.only_through)}")
     if coverage.rows_ambiguous:
         parts.append(f"{count(coverage.rows_ambiguous, 'row')} that cannot be told from others of the same tokens")
+    if coverage.rows_not_judged:
+        rows = count(coverage.rows_not_judged, "row")
+        parts.append(f"{rows} whose inputs were not recorded, of {_names(coverage.taps_partly_judged)}")
     if coverage.rows_left_out:
         parts.append(f"products and attention in {count(coverage.rows_left_out, 'row')} outside of the sample")
     if coverage.states_left_out:
         parts.append(f"states after some positions: {_names(coverage.states_left_out)}")
-    if coverage.judged_compute is not None and coverage.judged_compute < 1:
-        parts.append(f"judged outputs are {100 * coverage.judged_compute:.0f} % of the model's multiply-adds")
+    if coverage.judged_compute_of_rows is not None and coverage.judged_compute_of_rows < 1:
+        share = 1 - coverage.judged_compute_of_rows
+        parts.append(f"{number(100 * share)} % of the model's multiply-adds, over all rows")
     return "; ".join(parts) or "nothing"
 
 

@@ -83,7 +83,9 @@ def test_facts_end_with_the_timings():
         (Coverage(rows_left_out=1_967), "products and attention in 1,967 rows outside of the sample"),
         (Coverage(rows_left_out=1, states_left_out=("request 0: 3",)),
          "products and attention in 1 row outside of the sample; states after some positions: request 0: 3"),
-        (Coverage(judged_compute=0.62), "judged outputs are 62 % of the model's multiply-adds"),
+        (Coverage(judged_compute_of_rows=0.62), "38.0 % of the model's multiply-adds, over all rows"),
+        (Coverage(rows_not_judged=3, taps_partly_judged=("mlp.act",)),
+         "3 rows whose inputs were not recorded, of mlp.act"),
     ],
 )  # fmt: skip
 def test_what_was_not_judged_is_said(coverage: Coverage, words: str) -> None:

@@ -87,6 +87,7 @@ def test_the_golden_judges_what_was_computed_from_rows_that_are_not_judged(check
     engine = OtherModulesForMany(checkpoints / FOLDER, scale=scale)
     (run,) = check(engine, checkpoints / FOLDER, schedules=["plain"], prompts=[[*range(20, 60)], PROMPTS[2]]).runs
     assert run.coverage.rows_ambiguous == 40
+    assert (run.coverage.judged_compute, round(run.coverage.judged_compute_of_rows, 2)) == (1, 0.28)
     assert (run.outcome is Outcome.PASS) is is_ok
     wrong_taps = [finding.tap for finding in run.findings if finding.code is Code.PROPAGATED_ERROR]
     assert wrong_taps[:1] == ([] if is_ok else ["model.layers.2.attention"])

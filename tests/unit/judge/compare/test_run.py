@@ -8,11 +8,11 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.errors import Code, HarnessError
 from harness.judge.compare import systematic
-from harness.judge.compare.run import _outcome, _own_logits_decide, _ties
+from harness.judge.compare.run import _outcome, _own_logits_decide, _rows_not_judged, _ties
 from harness.results.check import Coverage, Finding, LogitResult, Outcome, Verdict
 
 from .conftest import LENGTHS, NUM_NEW
-from .judgements import errors_of, judgement, propagated_of, tap
+from .judgements import ROWS, errors_of, judgement, propagated_of, tap
 from .recordings import Copy
 
 SOUND = {Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION}
@@ -409,6 +409,14 @@ def test_other_experts_let_the_engine_s_logits_decide_if_all_is_sound(errors):
     judged = [judgement(errors_of(errors), tap="lm_head"), judgement(errors_of(SOUND_ROWS))]
     assert _own_logits_decide(judged, "lm_head", has_other_choices=True) == (errors is SOUND_ROWS)
     assert not _own_logits_decide(judged[1:], "lm_head", has_other_choices=True)
+
+
+@pytest.mark.parametrize("is_by_golden", [True, False])
+def test_rows_that_neither_replay_nor_the_golden_judges_are_counted(is_by_golden):
+    partly = judgement(errors_of(SOUND_ROWS[:3], rows=ROWS[:3]), propagated=propagated_of([1.0] * 4))
+    tap_name = partly.operation.tap
+    counted = _rows_not_judged([partly], {tap_name} if is_by_golden else ())
+    assert counted == ({} if is_by_golden else {tap_name: 1})
 
 
 @pytest.mark.parametrize(("margin", "is_tie"), [(0.0, True), (1.0, True), (1.01, False), (0.7, True)])
