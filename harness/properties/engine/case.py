@@ -163,6 +163,12 @@ def token_program(adapter: NamedAdapter, case: EngineCase) -> str:
     return "\n".join([*lines, f"assert [list(own) for own in changed] == [list(own) for own in {expected}]"]) + "\n"
 
 
+def expected_program(adapter: NamedAdapter, case: EngineCase, expected: list[list[int]]) -> str:
+    """Return a program that asserts the tokens of the requests, in their order, in a process of its own."""
+    lines = [*_opening(adapter, case), *_running(adapter, case)]
+    return "\n".join([*lines, f"assert [list(own) for own in changed] == {expected}"]) + "\n"
+
+
 def tap_program(
     adapter: NamedAdapter, case: EngineCase, request: int, tap: str, place: tuple[int, int], bound: float, unit: float
 ) -> str:

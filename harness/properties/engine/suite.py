@@ -13,6 +13,7 @@ from harness.properties.core.falsify import NamedAdapter, calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.engine.adapter import OPTIONAL, OPTIONS, Taps
 from harness.properties.engine.case import RELATIONS, EngineCase, engine_cases, tap_program, token_program
+from harness.properties.engine.fresh import Answers, run_again
 
 TAP_BOUNDS = {torch.float32: 3000.0, torch.bfloat16: 300.0, torch.float16: 300.0}
 """Roundings by which a row of a tap may differ between two ways to compute it, where the adapter says nothing. On three
@@ -21,6 +22,8 @@ and 70 in float16 (20 examples)."""
 TIE_BOUND = 10.0
 """Roundings of the norm of the logits within which two choices are equally good. The same runs reach 2.6."""
 LOGITS = "lm_head"
+NUM_AGAIN = 12
+"""Cases of all relations together that run once more in a process of their own."""
 MAX_MODEL_LEN = 48
 
 
@@ -44,6 +47,8 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Rej
 
     property = f"what an engine computes does not depend on {RELATIONS[relation].what}"
     rejections = falsify(property, check, cases, settings)
+    if relation == "all" and target.passed and (why := run_again(target.adapter, target.passed, property)):
+        rejections[f"not run in a process of their own: {why}"] += len(target.passed)
     if "taps" in target.methods and not target.num_compared_rows:
         raise HarnessError(
             Code.NOTHING_CHECKED, "no row of any tap was there to be compared", where="--engine",
@@ -79,7 +84,7 @@ def not_checked(factory: Any) -> list[str]:
     unseen = [option for option in OPTIONS if option in target.offered - seen]
     if unseen:
         lines.append(f"whether {', '.join(unseen)} have any effect: no method counts it")
-    lines.append("answers that are kept by prompt for longer than an engine object: each request runs alone first")
+    lines.append("answers that are kept by prompt for longer than a process")
     return [f"engine: {line}" for line in lines]
 
 
@@ -104,6 +109,8 @@ class EngineUnderTest:
         self.num_compared_rows = 0
         self.offered = frozenset(name for name in OPTIONS if self.adapter.takes(name))
         self.methods = frozenset(name for name in OPTIONAL if callable(getattr(engine, name, None)))
+        self.passed = list[tuple[EngineCase, Answers, Answers]]()
+        """The latest cases that passed, with their tokens alone and in the changed way, in the case's order."""
         self._plain: dict[tuple[tuple[int, ...], int], tuple[list[int], Taps]] = {}
 
     def check(self, case: EngineCase, counter: str | None) -> int:
@@ -124,6 +131,8 @@ class EngineUnderTest:
         taps = self._taps(engine)
         for place, request in enumerate(case.order):
             self._compare(case, request, plain[request], list(tokens[place]), _of(taps, place))
+        alone = [plain[request][0] for request in case.order]
+        self.passed = [*self.passed, (case, alone, [list(row) for row in tokens])][-NUM_AGAIN:]
         return int(getattr(engine, counter)()) if counter in self.methods else 0
 
     def _alone(self, case: EngineCase, request: int) -> tuple[list[int], Taps]:

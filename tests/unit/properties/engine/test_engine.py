@@ -1,6 +1,6 @@
 """The engine suite passes the reference engine, and finds what makes an engine depend on how it is run."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from harness.errors import Code, HarnessError
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.search import PROFILES
 from harness.properties.engine.case import RELATIONS
-from harness.properties.engine.suite import check_engine, not_checked, refusal
+from harness.properties.engine.suite import NUM_AGAIN, check_engine, not_checked, refusal
 from harness.properties.reference.engine import EngineSubject, LlamaEngine, Qwen2Engine
 
 DEV = PROFILES["dev"].settings()
@@ -108,6 +108,34 @@ class NeverHits(Counting):
     def next(self, tokens: list[int]) -> int:
         self.cached = None
         return super().next(tokens)
+
+
+class KeepsAnswers(LastChunkOnly):
+    """The same bug, and whatever was answered once is answered again, by any engine of the process."""
+
+    answers: ClassVar[dict[tuple[tuple[int, ...], int], list[int]]] = {}
+
+    def continued(self, tokens: list[int], number: int) -> list[int]:
+        key = tuple(tokens), number
+        return self.answers.setdefault(key, self.answers.get(key) or super().continued(tokens, number))
+
+
+def test_answers_that_a_process_keeps_are_seen_in_another() -> None:
+    check_engine(KeepsAnswers, DEV, "chunks")
+    with pytest.raises(PropertyError, match="answers are kept") as caught:
+        check_engine(KeepsAnswers, DEV, "all")
+    KeepsAnswers.answers.clear()
+    with pytest.raises(AssertionError):
+        run(caught.value.program)
+
+
+def test_an_engine_that_no_other_process_can_import_is_said() -> None:
+    class Local(Counting):
+        pass
+
+    ((reason, number),) = check_engine(Local, DEV, "all").items()
+    assert reason.startswith("not run in a process of their own: ")
+    assert number == NUM_AGAIN
 
 
 @pytest.mark.sampled(3)
