@@ -7,6 +7,7 @@ those of other people's conftests.
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -250,6 +251,7 @@ __all__ = [
     "pytest_runtest_makereport",
     "pytest_terminal_summary",
     "scheduler",
+    "size_seed",
     "state_cache",
     "suite_record",
 ]
@@ -272,6 +274,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=PROFILE_NAMES,
         default=PROFILE_NAMES[0],
         help="How many examples the property suites try.",
+    )
+    group.addoption(
+        "--size-seed",
+        type=int,
+        metavar="N",
+        help="Seed of the sizes of attention that change from day to day (default: the date, as 20261129).",
     )
     group.addoption(
         "--allow",
@@ -311,6 +319,13 @@ def property_settings(request: pytest.FixtureRequest) -> "settings":
     from harness.properties.core.search import PROFILES
 
     return PROFILES[request.config.getoption("properties_profile")].settings()
+
+
+@pytest.fixture(scope="session")
+def size_seed(request: pytest.FixtureRequest) -> int:
+    """Return the seed of the sizes that change from day to day."""
+    chosen: int | None = request.config.getoption("size_seed")
+    return int(f"{datetime.now(UTC):%Y%m%d}") if chosen is None else chosen
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,7 +9,7 @@ Shapes: T rows of all requests one after the other, N query heads, K KV heads, H
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -169,6 +169,7 @@ MOST_ROUNDED_SCORE = 8.0
 """The largest score if scores are rounded to the dtype: larger ones leave nothing of the softmax."""
 
 LONGEST_CONTEXT = 90
+MOST_REQUESTS = 5
 TILE = 16
 """Keys of the smallest tile that kernels compute in: some contexts fill their last tile, where few would by chance."""
 
@@ -206,6 +207,8 @@ class Served:
     head_dims: Sequence[int] = HEAD_DIMS
     block_sizes: Sequence[int] = BLOCK_SIZES
     group_sizes: Sequence[int] = GROUP_SIZES
+    longest_context: int = LONGEST_CONTEXT
+    most_requests: int = MOST_REQUESTS
     device: str = "cpu"
     keywords: frozenset[str] = frozenset()
     hides_keywords: bool = False
@@ -231,6 +234,32 @@ class Served:
         return None
 
 
+_NIGHTLY_HEAD_DIMS = (40, 48, 56, 72, 96, 112, 160, 192, 256)
+_NIGHTLY_BLOCK_SIZES = (6, 12, 24, 48, 64, 96, 128, 256)
+_NIGHTLY_GROUP_SIZES = (5, 6, 9, 10, 12, 14, 16)
+_NIGHTLY_CONTEXTS = (2_000, 4_000)
+"""The range of tokens in all requests of a batch, of which there are 2 to 40."""
+
+
+def sizes_of(served: Served, seed: int) -> Served:
+    """Return other sizes for what the function under test does not declare: one of each, drawn by a seed."""
+    generator, fixed = random.Random(seed), Served()
+
+    def one_of(declared: Sequence[int], default: Sequence[int], others: Sequence[int]) -> Sequence[int]:
+        drawn = generator.choice((generator.choice(others), generator.randrange(1, others[-1] + 1)))
+        return declared if declared != default else (drawn,)
+
+    most_requests = generator.choice((2, 3, 8, 20, 40))
+    return replace(
+        served,
+        head_dims=one_of(served.head_dims, fixed.head_dims, _NIGHTLY_HEAD_DIMS),
+        block_sizes=one_of(served.block_sizes, fixed.block_sizes, _NIGHTLY_BLOCK_SIZES),
+        group_sizes=one_of(served.group_sizes, fixed.group_sizes, _NIGHTLY_GROUP_SIZES),
+        longest_context=generator.randrange(*_NIGHTLY_CONTEXTS) // most_requests,
+        most_requests=most_requests,
+    )
+
+
 def batches(served: Served, focus: str = "any") -> SearchStrategy[AttentionCase]:
     """Return batches of a kind (a key of `FOCUSES`) that the function under test serves."""
     return _batches(served, focus)
@@ -238,7 +267,8 @@ def batches(served: Served, focus: str = "any") -> SearchStrategy[AttentionCase]
 
 @st.composite
 def _batches(draw: DrawFn, served: Served, focus: str) -> AttentionCase:
-    lengths = draw(st.lists(_lengths(focus), min_size=2 if focus == "shared prefix" else 1, max_size=5))
+    least = 2 if focus == "shared prefix" else 1
+    lengths = draw(st.lists(_lengths(focus, served.longest_context), min_size=least, max_size=served.most_requests))
     query_lens, context_lens = zip(*lengths, strict=True)
     dtype, head_dim = draw(st.sampled_from(served.dtypes)), draw(st.sampled_from(served.head_dims))
     num_kv_heads, group_size = draw(_heads(served, focus))
@@ -277,13 +307,13 @@ def _option(served: Served, own_focus: str, focus: str, values: SearchStrategy[A
 
 
 @st.composite
-def _lengths(draw: DrawFn, focus: str) -> tuple[int, int]:
+def _lengths(draw: DrawFn, focus: str, most: int) -> tuple[int, int]:
     """Draw the rows and the positions of a request."""
     if focus == "masked rows" and draw(st.booleans()):
         return 1, 0
     # Mostly short: a mistake at a block boundary shows at the first one.
     # The ranges are nested, so that a long context can be made shorter step by step.
-    longest_context = draw(st.sampled_from((24, LONGEST_CONTEXT)))
+    longest_context = draw(st.sampled_from((24, most)))
     context_len = draw(st.integers(3 if focus == "chunk" else 1, longest_context))
     if draw(st.sampled_from((False, False, False, True))):
         context_len = -(-context_len // TILE) * TILE

@@ -10,11 +10,11 @@ from harness.errors import Code, HarnessError
 from harness.properties.attention.adapter import KEYWORDS, OPTIONAL
 from harness.properties.attention.case import (
     FOCUSES,
-    LONGEST_CONTEXT,
     MOST_ROUNDED_SCORE,
     AttentionCase,
     Served,
     Tensors,
+    sizes_of,
 )
 from harness.properties.core.falsify import Target, calling
 from harness.properties.core.findings import Counterexample
@@ -176,8 +176,8 @@ def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     return torch.equal(tensor.view(torch.uint8), before.view(torch.uint8))
 
 
-def not_checked(named: Any) -> list[str]:
-    """Name what is not checked of an attention function, and why."""
+def not_checked(named: Any, size_seed: int) -> list[str]:
+    """Name what is not checked of an attention function, and why; the seed is that of the sizes of a day."""
     target = AttentionUnderTest(named)
     refused = {focus: target.served.refusal(focus) for focus in FOCUSES}
     lines = [f"{FOCUSES[focus]}: {refusal}" for focus, refusal in refused.items() if refusal]
@@ -186,10 +186,16 @@ def not_checked(named: Any) -> list[str]:
         lines.append("that a request has the same bits alone and in a batch: it does not declare is_batch_invariant")
     if target.rounds_scores:
         lines.append(f"scores beyond {MOST_ROUNDED_SCORE:g}: it declares rounds_scores")
-    heads, blocks = (
-        ", ".join(map(str, sorted(sizes))) for sizes in (target.served.head_dims, target.served.block_sizes)
-    )
-    lines.append(
-        f"other sizes: heads of {heads}, blocks of {blocks}, 5 requests and {LONGEST_CONTEXT} tokens are drawn"
-    )
+    drawn = " and ".join(_sizes(served) for served in (target.served, sizes_of(target.served, size_seed)))
+    lines.append(f"sizes other than {drawn} (--size-seed {size_seed})")
     return [f"attention: {line}" for line in lines]
+
+
+def _sizes(served: Served) -> str:
+    heads, blocks, groups = (
+        ", ".join(map(str, sorted(sizes))) for sizes in (served.head_dims, served.block_sizes, served.group_sizes)
+    )
+    return (
+        f"heads of {heads}, blocks of {blocks}, groups of {groups}, {served.most_requests} requests, "
+        f"{served.longest_context} tokens"
+    )

@@ -16,21 +16,28 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from harness.base.metrics import rounding_unit, row_metrics
-from harness.properties.attention.case import FOCUSES, GARBAGE, AttentionCase, Served, Tensors, batches
+from harness.properties.attention.case import FOCUSES, GARBAGE, AttentionCase, Served, Tensors, batches, sizes_of
 from harness.properties.attention.definition import Expected, context_of, expected_output, merged_output
 from harness.properties.attention.subject import AttentionUnderTest, call_lines, definition_lines, program, tensor_lines
 from harness.properties.core.falsify import calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 
 
-def check_definition(named: Any, settings: Settings, focus: str = "any") -> Rejections:
+def check_definition(named: Any, settings: Settings, focus: str = "any", *, size_seed: int | None = None) -> Rejections:
     """Compare every head of every row of a kind of batches (a key of `FOCUSES`) with the definition in float64.
+
+    Args:
+        named: what `--attention` names.
+        settings: of Hypothesis.
+        focus: the kind of batches.
+        size_seed: seed of other sizes (`sizes_of`); None for the usual ones.
 
     Raises:
         PropertyError: a head differs by more than rounding can explain.
         HarnessError: BAD_ADAPTER.
     """
     target = AttentionUnderTest(named)
+    served = target.served if size_seed is None else sizes_of(target.served, size_seed)
 
     def check(case: AttentionCase) -> None:
         tensors = case.tensors()
@@ -44,7 +51,7 @@ def check_definition(named: Any, settings: Settings, focus: str = "any") -> Reje
                 _off(case, row, head, error, bound), program(target, case, call_lines(target, case), ending)
             )
 
-    return falsify(f"attention equals its definition: {FOCUSES[focus]}", check, batches(target.served, focus), settings)
+    return falsify(f"attention equals its definition: {FOCUSES[focus]}", check, batches(served, focus), settings)
 
 
 def worst_head(case: AttentionCase, out_TNH: torch.Tensor, expected: Expected) -> tuple[int, int, float, float] | None:

@@ -21,15 +21,22 @@ SHARE = 4
 
 
 @pytest.mark.parametrize("focus", FOCUSES)
-def test_definition(attention: Any, property_settings: settings, focus: str, suite_record: Any) -> None:
+def test_definition(attention: Any, property_settings: settings, focus: str, suite_record: Any, size_seed: int) -> None:
     """Every head of every row equals the definition in float64 within rounding."""
-    suite_record.add_not_checked(not_checked(attention))
+    suite_record.add_not_checked(not_checked(attention, size_seed))
     refusal = AttentionUnderTest(attention).served.refusal(focus)
     if refusal:
         pytest.skip(refusal)
     few = settings(property_settings, max_examples=property_settings.max_examples // SHARE)
     rejections = check_definition(attention, property_settings if focus == "any" else few, focus)
     suite_record.add_rejections(f"attention: {FOCUSES[focus]}", rejections)
+
+
+def test_sizes_of_the_day(attention: Any, property_settings: settings, size_seed: int, suite_record: Any) -> None:
+    """The same for sizes that change from day to day."""
+    few = settings(property_settings, max_examples=property_settings.max_examples // SHARE)
+    rejections = check_definition(attention, few, size_seed=size_seed)
+    suite_record.add_rejections(f"attention: sizes of --size-seed {size_seed}", rejections)
 
 
 def test_placement(attention: Any, property_settings: settings, suite_record: Any) -> None:
