@@ -14,6 +14,7 @@ import typer.core
 
 from harness.base import plugins
 from harness.base.environment import own_commit
+from harness.cli import resident
 from harness.cli.supervisor import supervise
 from harness.command.entry import CommandEntry, Panel
 from harness.command.interrupts import INTERRUPTED, Interrupts
@@ -47,6 +48,7 @@ Exit status:
 Environment:
   HARNESS_CACHE      cache folder for goldens and hashes [default: ~/.cache/inference-harness]
   HARNESS_CACHE_GB   GB above which the least recently used of it is evicted [default: half of the file system]
+  HARNESS_RESIDENT   minutes that a process with all imports waits for the next check [default: there is none]
   HARNESS_TRACEBACK  set to 1 to print the traceback of an error
 """
 
@@ -77,13 +79,22 @@ def main() -> None:
     arguments = sys.argv[1:]
     try:
         _refuse_closed_streams()
-        status = supervise(lambda: _listening(arguments))
+        process = None
+
+        def begin(giving: int, lifeline: int) -> resident.Forked | None:
+            nonlocal process
+            process = resident.begin(arguments, giving, lifeline)
+            return process
+
+        status = supervise(lambda: run_listening(arguments), begin)
+        if process is None and resident.is_wanted(arguments):
+            resident.leave_behind()
     except HarnessError as error:
         status = _report(error, as_json=wants_json(arguments))
     sys.exit(status)
 
 
-def _listening(arguments: Sequence[str]) -> int:
+def run_listening(arguments: Sequence[str]) -> int:
     """Run a command that signals can end; its result reaches standard output even if an engine redirects that."""
     with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as results, results_on(results):
         return Interrupts().listen(lambda: run(arguments))

@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import NoReturn, Protocol
 
 from harness.engines.process import how_it_ended
 from harness.engines.worker import die_with_the_parent
@@ -24,12 +25,40 @@ _POLL_S = 0.25
 _SENT_BY_THE_KERNEL = 128  # SI_KERNEL: of a terminal, whose whole foreground group has got it
 
 
-def supervise(command: Callable[[], int]) -> int:
+class Process(Protocol):
+    """The process of a command."""
+
+    pid: int
+    hears_the_terminal: bool
+    """Whether a terminal sends its signals to the process, too."""
+
+    def ended(self) -> int | None:
+        """Return the exit status, or a signal's number with a minus; None while the process runs.
+
+        This process gets SIGCHLD when it ends.
+        """
+
+
+class _Child:
+    """A child of this process."""
+
+    hears_the_terminal = True
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def ended(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def supervise(command: Callable[[], int], begin: Callable[[int, int], Process | None]) -> int:
     """Run a command in a process of its own and return the exit status that it gave.
 
     Args:
         command: returns its exit status when its result is written. All of `FORWARDED` are blocked around it: it
             unblocks them while it listens.
+        begin: has another process run the command by `run_supervised`; None: it is run in a child of this one.
 
     Raises:
         SystemExit: in the process of the command, at its end.
@@ -40,38 +69,54 @@ def supervise(command: Callable[[], int]) -> int:
     verdict, giving = os.pipe()
     lifeline, alive = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
-    child = os.fork()
-    if not child:
-        os.close(alive)
-        die_with_the_parent(lifeline, owner=os.getpid())
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask | set(FORWARDED))
-        status = command()
-        os.write(giving, f"{os.getpid()} {int(status)}\n".encode())
-        sys.exit(status)
+    process = begin(giving, lifeline)
+    if process is None:
+        process = _Child(os.fork())
+        if not process.pid:
+            os.close(alive)
+            run_supervised(command, giving, lifeline, mask=mask)
     os.close(lifeline)
     os.close(giving)
     os.set_blocking(verdict, False)
-    return _Child(child, verdict).status()
+    return _Supervised(process, verdict).status()
 
 
-class _Child:
-    """The command's process, as its parent sees it."""
+def run_supervised(command: Callable[[], int], giving: int, lifeline: int, *, mask: Collection[int]) -> NoReturn:
+    """Run a command in this process, which ends with it or with its supervisor.
 
-    def __init__(self, pid: int, verdict: int) -> None:
-        self._pid, self._verdict, self._said = pid, verdict, b""
+    Args:
+        command: see `supervise`.
+        giving: pipe to the supervisor for the exit status.
+        lifeline: pipe of which the supervisor has the other end.
+        mask: signals that stay blocked, besides `FORWARDED`.
+
+    Raises:
+        SystemExit: at the end.
+    """
+    die_with_the_parent(lifeline, owner=os.getpid())
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, *FORWARDED})
+    status = command()
+    os.write(giving, f"{os.getpid()} {int(status)}\n".encode())
+    sys.exit(status)
+
+
+class _Supervised:
+    """The command's process, as its supervisor sees it."""
+
+    def __init__(self, process: Process, verdict: int) -> None:
+        self._process, self._verdict, self._said = process, verdict, b""
 
     def status(self) -> int:
         """Wait for the end, passing signals on, and return the exit status."""
         ended, given_at = None, None
         while ended is None:
             self._pass_on_a_signal()
-            ended = self._ended()
+            ended = self._process.ended()
             status = self._reported_status()
             if status is not None:
                 given_at = given_at or time.monotonic()
                 if time.monotonic() - given_at > FAREWELL_S:
-                    os.kill(self._pid, signal.SIGKILL)
-                    os.waitpid(self._pid, 0)
+                    os.kill(self._process.pid, signal.SIGKILL)
                     return status
         status = self._reported_status()
         if status is not None:
@@ -88,16 +133,13 @@ class _Child:
         )
 
     def _pass_on_a_signal(self) -> None:
-        """Wait for a signal; one that a terminal sent has reached the command as well."""
+        """Wait for a signal; one that a terminal sent may have reached the command as well."""
         told = signal.sigtimedwait({*FORWARDED, signal.SIGCHLD}, _POLL_S)
-        if told is not None and told.si_signo in FORWARDED and told.si_code != _SENT_BY_THE_KERNEL:
+        if told is None or told.si_signo not in FORWARDED:
+            return
+        if told.si_code != _SENT_BY_THE_KERNEL or not self._process.hears_the_terminal:
             with suppress(ProcessLookupError):
-                os.kill(self._pid, told.si_signo)
-
-    def _ended(self) -> int | None:
-        """Return the exit status, or a signal's number with a minus; None while the process runs."""
-        pid, status = os.waitpid(self._pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if pid else None
+                os.kill(self._process.pid, told.si_signo)
 
     def _reported_status(self) -> int | None:
         """Return the exit status that the command gave; a copy of it that an engine has made by `fork` gives none."""
@@ -105,6 +147,6 @@ class _Child:
             self._said += os.read(self._verdict, 4096)
         for line in self._said.decode(errors="replace").splitlines():
             pid, _, status = line.partition(" ")
-            if pid == str(self._pid) and status.isdecimal():
+            if pid == str(self._process.pid) and status.isdecimal():
                 return int(status)
         return None

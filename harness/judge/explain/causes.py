@@ -167,6 +167,7 @@ _GENERIC: Sequence[Explain] = (
     generic.inputs_in_lower_precision,
     generic.offset_per_channel,
 )
+_FITTED = (misread.other_rows,)
 LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
     Kind.EMBEDDING: (_GENERIC,),
     Kind.COPY: (_GENERIC,),
@@ -206,8 +207,12 @@ def _is_row(row: tuple[object, object]) -> bool:
 
 
 def known_mistakes(kind: Kind) -> list[Explain]:
-    """Return the explanations of a kind that name a mistake, without those that only say how values differ."""
-    return [explain for stage in stages_of(kind) if stage not in (_EDITS, _GENERIC) for explain in stage]
+    """Return the explanations of a kind that name a mistake, without those that only say how values differ.
+
+    Nor those whose mistakes are all fitted to wrong rows: they say nothing of rows that are right.
+    """
+    stages = (stage for stage in stages_of(kind) if stage not in (_EDITS, _GENERIC))
+    return [explain for stage in stages for explain in stage if explain not in _FITTED]
 
 
 def causes_of(kind: Kind) -> list[Explain]:
