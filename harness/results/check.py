@@ -15,6 +15,7 @@ from harness.results.merging import (
     LARGEST_COMPUTED,
     MEDIAN,
     MEDIAN_COMPUTED,
+    MERGED,
     SMALLEST,
     TOTAL,
     UNION,
@@ -312,6 +313,23 @@ class LogitResult:
 
 
 @mergeable
+@mergeable
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much of what a model and an engine can be given a workload had."""
+
+    requests_at_once: Annotated[int | None, LARGEST] = None
+    """Most requests in one step."""
+    positions: Annotated[int | None, LARGEST] = None
+    """Most positions of one request."""
+    token_ids: Annotated[int | None, LARGEST] = None
+    """Different token ids that were computed."""
+    all_positions: Annotated[int | None, LARGEST] = None
+    """Positions that the model has; None where its configuration does not say."""
+    all_token_ids: Annotated[int | None, LARGEST] = None
+    """Token ids that the model has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
     """Rows of taps that were to be recorded, and those that were."""
@@ -332,6 +350,7 @@ class Coverage:
     """Experts whose weights no row was computed with, by the tap of their router: `model.layers.0.mlp.gate[17]`."""
     not_reached: Annotated[tuple[str, ...], COMMON] = ()
     """Conditions that this model and engine may meet and that the workload did not reach."""
+    extent: Annotated[Extent, MERGED] = Extent()
     states_left_out: Annotated[tuple[str, ...], UNION] = ()
     """Positions after which a state was read back and not judged: the truth would need to run too many tokens."""
     rows_ambiguous: Annotated[int, TOTAL] = 0

@@ -77,6 +77,8 @@ LARGEST = Rule(lambda parts, name: largest(_values(parts, name)))
 SMALLEST = Rule(lambda parts, name: smallest(_values(parts, name)))
 MEDIAN = Rule(_median)
 """The median of the medians, weighted by rows."""
+MERGED = Rule(lambda parts, name: merged(values := list(_values(parts, name)), worst=values[0]))
+"""By the rules of the field's own type."""
 LARGEST_COMPUTED = Rule(lambda parts, name: largest(_values(_computed(parts), name)))
 MEDIAN_COMPUTED = Rule(lambda parts, name: _median(_computed(parts), name))
 

@@ -13,7 +13,7 @@ from harness.errors import Code
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Locator, Prefixes, all_rows, is_readback
-from harness.judge.compare.triggers import Traits, not_reached, reached_triggers, unreached_triggers
+from harness.judge.compare.triggers import Traits, extent, not_reached, reached_triggers, unreached_triggers
 from harness.oracle.model import HFModel
 from harness.results.check import Coverage, Finding
 
@@ -142,6 +142,7 @@ def check_coverage(
         not_offered=tuple(requirements.not_offered),
         triggers=reached,
         not_reached=unreached_triggers(locator.recording, reached, traits),
+        extent=extent(locator.recording, traits),
         rows_ambiguous=int(locator.ambiguous.sum()),
     )
     return coverage, findings

@@ -1,6 +1,6 @@
 """Triggers: conditions that a workload must reach, so that a check of it covers them."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +9,7 @@ from harness.errors import Code
 from harness.formats.recording import Recording, Step
 from harness.judge.compare.align import Prefixes, is_readback
 from harness.oracle.model import HFModel
-from harness.results.check import Finding
+from harness.results.check import Extent, Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,9 @@ class Traits:
     """Smallest sliding window of any layer; None if every layer sees all tokens."""
     original_positions: int | None
     """Positions that the model was trained on before its rotary embedding was extended; None if it was not extended."""
+    num_positions: int | None = None
+    """Positions that the model has at all; None where its configuration does not say."""
+    vocab_size: int | None = None
 
     @classmethod
     def of(cls, hf: HFModel) -> "Traits":
@@ -35,6 +38,8 @@ class Traits:
             num_groups=num_heads // num_kv_heads,
             window=min((op.window for op in hf.graph if op.window is not None), default=None),
             original_positions=rope.get("original_max_position_embeddings", original),
+            num_positions=getattr(config, "max_position_embeddings", None),
+            vocab_size=getattr(config, "vocab_size", None),
         )
 
 
@@ -112,11 +117,22 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
         yield "batch"
         if len({int(step.position[step.request == request].max()) for request in present}) > 1:
             yield "ragged_batch"
+        yield from _of_batch(present, step, seen)
     for request in present:
         positions = step.position[step.request == request]
         yield from _of_request(request, positions, step, seen)
     for draft in drafts:
         seen.given_up[seen.drafts[draft]] = int(step.position[step.request == draft].max()) + 1
+
+
+def _of_batch(present: Sequence[int], step: Step, seen: _Seen) -> Iterator[str]:
+    """Yield what requests of one step are to each other."""
+    positions = {request: step.position[step.request == request] for request in present}
+    is_decode = {_is_decode(step, request, positions[request], seen.prompt_lengths[request]) for request in present}
+    if len(is_decode) > 1:
+        yield "mixed_batch"
+    if len({seen.prefixes.at(request, int(positions[request].max())) for request in present}) < len(present):
+        yield "equal_requests"
 
 
 def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen) -> Iterator[str]:
@@ -173,12 +189,34 @@ def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length:
     return is_one and int(made.min()) >= prompt_length
 
 
-_OF_ANY_ENGINE = ("decode", "chunked_prefill", "batch", "ragged_batch", "prefix_hit", "preempted")
+def extent(recording: Recording, traits: Traits | None) -> Extent:
+    """Return how many requests, positions and token ids the workload had, and how many the model has."""
+    steps = [step for step in recording.steps if not is_readback(step) and len(step.position)]
+    requests = {request.id: request.token_ids for request in recording.manifest.requests}
+    last: dict[int, int] = {}
+    for step in steps:
+        for request in step.request.unique().tolist():
+            last[request] = max(last.get(request, -1), int(step.position[step.request == request].max()))
+    ids = {token for request, position in last.items() for token in requests[request][: position + 1]}
+    return Extent(
+        requests_at_once=max((len(step.request.unique()) for step in steps), default=0),
+        positions=max(last.values(), default=-1) + 1,
+        token_ids=len(ids),
+        all_positions=None if traits is None else traits.num_positions,
+        all_token_ids=None if traits is None else traits.vocab_size,
+    )
+
+
+_OF_ANY_ENGINE = (
+    "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "prefix_hit", "preempted",
+)  # fmt: skip
 _MESSAGES: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
     "chunked_prefill": "no prompt was split into chunks (lower the chunk size or lengthen the prompt)",
     "batch": "no step held rows of more than one request (give a second prompt)",
     "ragged_batch": "no step held requests of different lengths (give prompts of different lengths)",
+    "mixed_batch": "no step held a prompt's rows beside a request in decode (use the schedule mixed)",
+    "equal_requests": "no step held two requests of the same tokens (give a prompt twice, under the schedule batched)",
     "new_block": "no decode step opened a new KV block (raise --max-new-tokens or lower the block size)",
     "block_boundary": "no request filled more than one KV block (lengthen the prompt or lower the block size)",
     "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",

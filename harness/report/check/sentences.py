@@ -15,6 +15,7 @@ from harness.results.check import (
     DetectionPower,
     Divergence,
     Explanation,
+    Extent,
     Finding,
     KnownMistake,
     LogitResult,
@@ -202,8 +203,9 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
         yield "as served", _as_served(served)
     coverage = sum_coverage(runs)
     yield "coverage", _coverage(coverage)
-    if coverage.triggers:
-        yield "reached", printable(", ".join(coverage.triggers))
+    reached = [*coverage.triggers, *_extent(coverage.extent)]
+    if reached:
+        yield "reached", printable(", ".join(reached))
     if coverage.not_reached and result.outcome is Outcome.PASS:
         yield "not reached", printable(", ".join(coverage.not_reached))
     if (sentence := _control(result)) is not None:
@@ -349,6 +351,18 @@ def _coverage(coverage: Coverage) -> str:
     total = f"{coverage.recorded:,} of {coverage.expected:,} rows of taps recorded"
     missing = f", {coverage.missing:,} missing" if coverage.missing else ""
     return f"{total}{missing}{f': {_names(coverage.missing_taps)}' if coverage.missing_taps else ''}"
+
+
+def _extent(extent: Extent) -> Iterator[str]:
+    """Yield how many requests, positions and token ids were reached."""
+    if extent.requests_at_once:
+        yield f"{count(extent.requests_at_once, 'request')} in a step"
+    for number_of, whole, what in (
+        (extent.positions, extent.all_positions, "position"),
+        (extent.token_ids, extent.all_token_ids, "token id"),
+    ):
+        if number_of:
+            yield count(number_of, what) if whole is None else f"{number_of:,} of {count(whole, what)}"
 
 
 def _not_judged(coverage: Coverage) -> str:

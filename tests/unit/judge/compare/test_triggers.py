@@ -1,6 +1,7 @@
 """Conditions of the model and of the workload that a case can require."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.recording.manifest import RequestInfo
-from harness.judge.compare.triggers import Traits, reached_triggers, unreached_triggers
+from harness.judge.compare.triggers import Traits, extent, reached_triggers, unreached_triggers
 from harness.oracle.model import load_model
 
 from ...tiny_models import WINDOW
@@ -56,6 +57,7 @@ def test_what_the_model_decides(traits, name):
 def test_what_was_not_reached_is_what_this_model_and_engine_can_meet():
     short = recording(step(0, [0] * 4, range(4)))
     of_any_engine = {"decode", "chunked_prefill", "batch", "ragged_batch", "prefix_hit", "preempted"}
+    of_any_engine |= {"mixed_batch", "equal_requests"}
     assert set(unreached_triggers(short, (), PLAIN)) == of_any_engine
     assert set(unreached_triggers(short, ("decode", "batch"), None)) == of_any_engine - {"decode", "batch"}
     limited = Traits(num_groups=2, window=4, original_positions=8)
@@ -69,6 +71,29 @@ def test_a_ragged_batch_holds_requests_of_different_lengths():
     even = reached_triggers(recording(step(0, [0, 1], [3, 3])))
     assert "batch" in even
     assert "ragged_batch" not in even
+
+
+def test_a_prompt_beside_a_request_in_decode():
+    first = step(0, [0] * 4, range(4), sampled=[-1, -1, -1, 9])
+    beside = step(1, [0, 1, 1, 1, 1], [4, 0, 1, 2, 3], sampled=[9, -1, -1, -1, 9])
+    assert "mixed_batch" in reached_triggers(recording(first, beside))
+    after = step(1, [1] * 4, range(4), sampled=[-1, -1, -1, 9])
+    both = step(2, [0, 1], [4, 4], sampled=[9, 9])
+    assert "mixed_batch" not in reached_triggers(recording(first, after, both))
+
+
+def test_equal_requests_of_one_step():
+    assert "equal_requests" in reached_triggers(recording(step(0, [0, 1], [3, 3])))
+    assert "equal_requests" not in reached_triggers(recording(step(0, [0, 1], [3, 2])))
+
+
+def test_how_much_a_workload_had():
+    steps = step(0, [0] * 4, range(4)), step(1, [0, 1], [4, 0])
+    traits = replace(PLAIN, num_positions=64, vocab_size=256)
+    reached = extent(recording(*steps), traits)
+    assert (reached.requests_at_once, reached.positions, reached.token_ids) == (2, 5, 5)
+    assert (reached.all_positions, reached.all_token_ids) == (64, 256)
+    assert extent(recording(), None).positions == 0
 
 
 def test_a_decode_step_that_opens_a_block():
@@ -117,9 +142,12 @@ def test_a_request_that_begins_behind_its_beginning():
 def test_traits_of_a_model(checkpoints, tiny):
     llama = load_model(checkpoints / "llama-tiny", dtype=torch.float32)
     original = llama.config.rope_parameters["original_max_position_embeddings"]
-    assert Traits.of(llama) == Traits(num_groups=3, window=None, original_positions=original)
-    assert Traits.of(tiny("gemma3_text")) == Traits(num_groups=2, window=WINDOW, original_positions=None)
-    assert Traits.of(tiny("mamba")) == PLAIN
+    of_llama = Traits.of(llama)
+    assert (of_llama.num_groups, of_llama.window, of_llama.original_positions) == (3, None, original)
+    assert (of_llama.num_positions, of_llama.vocab_size) == (llama.config.max_position_embeddings, 256)
+    of_gemma, of_mamba = Traits.of(tiny("gemma3_text")), Traits.of(tiny("mamba"))
+    assert (of_gemma.num_groups, of_gemma.window, of_gemma.original_positions) == (2, WINDOW, None)
+    assert (of_mamba.num_groups, of_mamba.window, of_mamba.num_positions) == (1, None, None)
 
 
 def test_a_requirement_that_is_not_reached_fails(bench, tmp_path):
@@ -148,12 +176,15 @@ def by_definition(steps, requests):
             reached.add("batch")
             if len({max(positions) for positions in present.values()}) > 1:
                 reached.add("ragged_batch")
+        in_decode, prefixes = set(), []
         for request, positions in present.items():
             tokens, prompt_length = requests[request]
+            prefixes.append(tokens[: max(positions) + 1])
             chose = positions if sampled is None else [at for of, at in sampled if of == request]
             blocks = len((tables or {}).get(request, ()))
             all_chose = sampled is not None and set(chose) == set(positions)
             if (len(chose) == 1 or all_chose) and min(chose) >= prompt_length:
+                in_decode.add(request)
                 reached.add("decode")
                 if len(chose) > 1:
                     reached.add("drafts_accepted")
@@ -174,6 +205,10 @@ def by_definition(steps, requests):
             if set(positions) - before and max(positions) < prompt_length - 1 and (sampled is None or not chose):
                 reached.add("chunked_prefill")
             before |= set(positions)
+        if in_decode and in_decode < set(present):
+            reached.add("mixed_batch")
+        if len(set(prefixes)) < len(prefixes):
+            reached.add("equal_requests")
     return reached
 
 
