@@ -83,8 +83,8 @@ docs:  ## the documents as pages with search, in build/site/pages; needs `pip in
 	python docs/site/explanations.py
 	python docs/site/build.py
 
-scoreboard:  ## the harness's score on known bugs
-	harness faults --format markdown
+scoreboard:  ## the harness's score on engines with mistakes in them: hours
+	harness faults --out reports/runs/scoreboard --format markdown
 
 # For example ARGS="--dtype bfloat16 --layers 2".
 cost:  ## what a check costs in plain forwards, part by part: some minutes

@@ -12,9 +12,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from .families.lively import make_lively, normal
-from .families.quiet import quiet
-from .families.tiny_config import tiny_config
+from harness.extensions.faults.zoo.lively import make_lively, normal
+from harness.extensions.faults.zoo.quiet import quiet
+from harness.extensions.faults.zoo.tiny_config import tiny_config
 
 try:
     from transformers.cache_utils import MtpCache

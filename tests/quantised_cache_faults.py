@@ -18,7 +18,7 @@ from harness.base.numerics import Numerics
 from harness.errors import Code
 from harness.extensions.faults.fault import FaultConfig, Variant
 from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.run import FaultTrial, try_variant
+from harness.extensions.faults.trial import Trial, try_entry
 from reference_engine.kv_cache import KVCache
 
 NUM_LAYERS = 3
@@ -210,15 +210,15 @@ FORMATS = (
 
 def checked(
     form: Format, change: Change, *, dtype: str = "float32", schedule: str = "plain", model: str = "qwen3-tiny"
-) -> FaultTrial:
+) -> Trial:
     """Check the reference engine with such a cache."""
     setting = FaultConfig(
         model=model, dtype=dtype, schedule=schedule, numerics=form.numerics, prompts=PROMPTS, max_new_tokens=3
     )
-    return try_variant(Variant(id="cache", summary="", setting=setting, inject=planted(change)))
+    return try_entry(Variant(id="cache", summary="", setting=setting, inject=planted(change)))
 
 
-def named(trial: FaultTrial, tap: str, cause: str) -> Mapping[str, Any]:
+def named(trial: Trial, tap: str, cause: str) -> Mapping[str, Any]:
     """Say whether a fault was detected, at its place, and named."""
     assert trial.result is not None, trial.error
     findings = [

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from harness.extensions.faults.zoo import models as zoo
+from harness.extensions.faults.zoo.quiet import quiet
 from tests import mtp
-from tests.families import zoo
-from tests.families.quiet import quiet
 
 LENGTHS, NUM_NEW = (8, 16, 26, 36, 48), 40
 CHECKPOINTS = Path("cases/checkpoints")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.families.lively import make_lively
-from tests.families.quiet import quiet
-from tests.families.tiny_config import tiny_config
+from harness.extensions.faults.zoo.lively import make_lively
+from harness.extensions.faults.zoo.quiet import quiet
+from harness.extensions.faults.zoo.tiny_config import tiny_config
 from tests.llamacpp_files import convert, last_logits
 
 IDS = list(range(5, 125, 3))

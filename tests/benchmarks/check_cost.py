@@ -27,12 +27,11 @@ from tabulate import tabulate
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from harness.extensions.faults.zoo.lively import make_lively
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.oracle.paired import Ahead
 from harness.plan import plan_request
-
-from ..families.lively import make_lively
 
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,

@@ -27,8 +27,8 @@ from harness.engines import open_engine
 from harness.engines.by_content import StepEngine
 from harness.engines.by_content.steps import Work
 from harness.engines.module.forward import ModuleStepper
+from harness.extensions.faults.zoo.quiet import quiet
 from tests.benchmarks.engines_by_content import llamacpp_by_content, rows_of
-from tests.families.quiet import quiet
 
 FALSE = 1e-2
 """Relative error of a row that is another value: engines differ by their roundings, and by what these have grown to."""

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import harness
+from harness.extensions.faults.zoo.models import save
+from harness.extensions.faults.zoo.quiet import quiet
 from tests.benchmarks.engines_by_content import IN_FLOAT32
-from tests.families.quiet import quiet
-from tests.families.zoo import save
 from tests.llamacpp_files import convert
 
 FAMILIES = (

@@ -25,13 +25,12 @@ from tabulate import tabulate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.base.memory import watched_memory
+from harness.extensions.faults.zoo.lively import make_lively
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.oracle import make_golden, precision
 from harness.plan import plan_request
 from harness.results.check import Outcome
-
-from ..families.lively import make_lively
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import harness
+from harness.extensions.faults.zoo.models import load, save
+from harness.extensions.faults.zoo.quiet import quiet
 from harness.formats.taps import Kind
 from harness.oracle.model import load_model
 from tests.families.architectures import architectures, why_not
-from tests.families.quiet import quiet
-from tests.families.zoo import load, save
 
 
 class Renamed(nn.Module):

@@ -150,9 +150,9 @@ def write_checkpoint(family: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tests.families.lively import make_lively
-    from tests.families.quiet import quiet
-    from tests.families.tiny_config import tiny_config
+    from harness.extensions.faults.zoo.lively import make_lively
+    from harness.extensions.faults.zoo.quiet import quiet
+    from harness.extensions.faults.zoo.tiny_config import tiny_config
 
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -164,7 +164,10 @@ def write_checkpoint(family: str, folder: Path) -> None:
 
 CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},  # vLLM has this limit in its code
-    "mamba2": {"hidden_size": 64, "mamba_head_dim": 16},  # its sizes are given in tests/families/sizes.py
+    "mamba2": {
+        "hidden_size": 64,
+        "mamba_head_dim": 16,
+    },  # its sizes are given in harness/extensions/faults/zoo/sizes.py
     "falcon_h1": {"mamba_d_head": 16},
 }
 """What a family needs besides."""

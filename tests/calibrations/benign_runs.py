@@ -22,8 +22,9 @@ from pathlib import Path
 from harness.base.files import scratch_folder
 from harness.errors import HarnessError
 from harness.extensions.faults.fault import Variant
-from harness.extensions.faults.run import check_variant
+from harness.extensions.faults.subject import opened
 from harness.extensions.faults.variants import variants
+from harness.judge.jobs.check import run_check
 from harness.results.check import Outcome
 
 INSTRUCTIONS = {
@@ -81,7 +82,8 @@ def alarm_of(variant: Variant, seed: int, keep: Path) -> str | None:
     with scratch_folder("harness-") as name:
         folder = name / "runs"
         try:
-            result = check_variant(variant, seed=seed, out=folder)
+            with opened(variant, seed=seed) as (subject, _):
+                result = run_check(subject.plan, out=folder)
         except HarnessError as error:
             alarm = str(error)
         else:

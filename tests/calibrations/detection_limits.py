@@ -27,7 +27,7 @@ import reference_engine.model
 from harness.base.environment import describe_machine
 from harness.base.metrics import rounding_unit
 from harness.extensions.faults.fault import FaultConfig
-from harness.extensions.faults.run import checkpoint, plan_of
+from harness.extensions.faults.subject import checkpoint, plan_of
 from harness.judge.jobs.check import run_check
 from harness.results.check import Outcome, Verdict
 from reference_engine.layers import MLP, Linear, RMSNorm

@@ -22,7 +22,9 @@ from tabulate import tabulate
 
 from harness.base.files import scratch_folder
 from harness.extensions.faults.catalogue import FAULTS, choose
+from harness.extensions.faults.fault import EngineKind
 
+REFERENCE = [EngineKind.REFERENCE]
 HEADERS = (
     "fault", "seed", "found", "seconds", "CPU s", "workloads", "shrunk (s)", "requests", "rows", "limits",
     "operation", "named",
@@ -42,7 +44,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
-    chosen = choose(arguments.only or None, arguments.category or ([] if arguments.only else ["cache"]))
+    chosen = choose(arguments.only or None, arguments.category or ([] if arguments.only else ["cache"]), REFERENCE)
     rows = []
     for fault in chosen:
         for seed in range(arguments.seeds):

@@ -15,7 +15,7 @@ from unittest.mock import patch
 from tabulate import tabulate
 
 from harness.base.environment import describe_machine
-from harness.extensions.faults.run import try_variant
+from harness.extensions.faults.trial import try_entry
 from harness.extensions.faults.variants import variants
 from harness.judge.compare.systematic import THRESHOLD, Effects
 from harness.results.check import Effect
@@ -45,7 +45,7 @@ def main() -> None:
         for seed in options.seeds:
             for variant in variants():
                 num_runs += 1
-                if try_variant(variant, seed=seed).is_alarm:
+                if try_entry(variant, seed=seed).is_alarm:
                     alarms.append(f"{variant.id}, seed {seed}")
     options.out.write_text(report(effects_by_group, num_runs, alarms, options.seeds), encoding="utf-8")
 

@@ -63,7 +63,10 @@ OPTIONS = {
         "--float8-weights --seed --engine-option --out --local-files-only --format"
     ),
     "estimate": "--model --gpu --dtype --cache-dtype --requests --context --block-size --profile --format",
-    "faults": "--only --category --seeds --check --out --device --format",
+    "faults": (
+        "--tool --only --category --engine --sample --drawn --variants --power --seed --limit --check --out --device "
+        "--format"
+    ),
     "quant": (
         "--model --types --file --caches --engine --engine-option --dtype --text-file --tokens --sequences --seed "
         "--pad --parts --out --local-files-only --format"

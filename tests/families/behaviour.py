@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from harness.extensions.faults.zoo.models import load, logits, tokens
+from harness.extensions.faults.zoo.quiet import quiet
+
 from .architectures import one_line
-from .quiet import quiet
-from .zoo import load, logits, tokens
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 EARLY, LATE = 5, 40  # the token that is changed, and the token whose logits must feel it

@@ -22,6 +22,8 @@ from tabulate import tabulate
 from harness.base.environment import environment
 from harness.engines.hf import HFEngine
 from harness.errors import HarnessError
+from harness.extensions.faults.zoo.models import build, save, tokens
+from harness.extensions.faults.zoo.quiet import quiet
 from harness.formats.case import RequestSpec
 from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
@@ -36,8 +38,6 @@ from harness.results.check import Divergence, Outcome, RunResult
 
 from .architectures import architectures, excluded
 from .faults import Fault, applicable
-from .quiet import quiet
-from .zoo import build, save, tokens
 
 PROMPT_LENGTHS = (40, 17)
 NUM_NEW = 6

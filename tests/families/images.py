@@ -30,6 +30,10 @@ import harness.engines.hf as engine_room
 import harness.engines.hf_batch as batch_room
 from harness.api.arguments import requests_of
 from harness.engines.hf import HFEngine
+from harness.extensions.faults.zoo.lively import make_lively
+from harness.extensions.faults.zoo.quiet import quiet
+from harness.extensions.faults.zoo.sizes import EXCEPTIONS, ROPE, SIZES
+from harness.extensions.faults.zoo.tiny_config import one_layer_of_each_type, parts_of, sizes_of
 from harness.formats.recording import Recording, RequestInfo
 from harness.formats.schedule import parse_schedules
 from harness.judge.compare import compare_run
@@ -41,11 +45,6 @@ from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import plan_request
 from harness.results.check import Outcome, RunResult
-
-from .lively import make_lively
-from .quiet import quiet
-from .sizes import EXCEPTIONS, ROPE, SIZES
-from .tiny_config import one_layer_of_each_type, parts_of, sizes_of
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava")
 TEXT = (

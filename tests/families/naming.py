@@ -15,6 +15,8 @@ from typing import Any
 from tabulate import tabulate
 
 from harness.engines.hf import HFEngine
+from harness.extensions.faults.zoo.models import build
+from harness.extensions.faults.zoo.quiet import quiet
 from harness.formats.recording import Recording
 from harness.judge.compare import compare_run
 from harness.judge.explain import explain_run
@@ -24,8 +26,6 @@ from harness.results.check import Explanation
 from .architectures import architectures
 from .check import Subject, subject
 from .faults import Fault, applicable
-from .quiet import quiet
-from .zoo import build
 
 TRUTHS = {
     "attention_scale": r"softmax scale is|gain",

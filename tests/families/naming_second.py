@@ -18,12 +18,13 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from harness.extensions.faults.zoo.models import build
+from harness.extensions.faults.zoo.quiet import quiet
+
 from .check import subject
 from .faults.attention import num_heads
 from .faults.plan import from_the_middle, set_parameter
 from .naming import counted, named
-from .quiet import quiet
-from .zoo import build
 
 FORGOTTEN, FROZEN = r"state is not carried from one step", r"state is not updated in decode"
 

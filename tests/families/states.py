@@ -23,6 +23,8 @@ from tabulate import tabulate
 
 from harness.engines.hf import HFEngine
 from harness.errors import HarnessError
+from harness.extensions.faults.zoo.models import save, tokens
+from harness.extensions.faults.zoo.quiet import quiet
 from harness.formats.case import RequestSpec
 from harness.formats.recording import Recording
 from harness.formats.schedule import Schedule
@@ -36,9 +38,6 @@ from harness.oracle.make_golden import make_golden
 from harness.oracle.model import HFModel, load_model
 from harness.plan import plan_request
 from harness.results.check import Outcome, RunResult
-
-from .quiet import quiet
-from .zoo import save, tokens
 
 FAMILIES = (
     "mamba", "mamba2", "falcon_mamba", "falcon_h1", "qwen3_next", "jamba", "bamba", "lfm2", "granitemoehybrid",

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from harness.extensions.faults.zoo.models import tokens
 from harness.oracle.watch import Seeing, watching
 from harness.results.check import Outcome
 
 from .states import Subject, subject
 from .token_choices import FAMILIES, FAULTS, SITE, fault_row, sound_rows
-from .zoo import tokens
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ STEPS = (
         *(_check("--engine", "hf", "--dtype", dtype) for dtype in DTYPES),
     )),
     Step(name="faults", usual_s=90, limit_s=190, is_timed=False, fills="checks.md", commands=(
-        _harness("faults", *GPU, "--category", "cache", "--format", "json"),
+        _harness("faults", *GPU, "--category", "cache", "--engine", "reference", "--format", "json"),
     )),
     Step(name="other-steps", usual_s=60, limit_s=150, fills="engine.md", commands=((
         *PYTHON, "-m", "tests.benchmarks.gpu_steps", 'decode("qwen3-8b", [1], fused_kernels=False)',

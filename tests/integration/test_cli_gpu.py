@@ -67,8 +67,8 @@ def test_faults_whose_code_makes_tensors_of_its_own():
     )  # fmt: skip
     done = run("faults", "--device", "cuda", "--format", "json", *(word for id in tried for word in ("--only", id)))
     assert done.returncode == 0, done.stderr
-    assert all(fault["localised"] for fault in json.loads(done.stdout)["faults"])
-    assert all(fault["named"] for fault in json.loads(done.stdout)["faults"])
+    (tool,) = json.loads(done.stdout)["tools"]
+    assert all(fault["row"] and fault["named"] for fault in tool["faults"])
 
 
 def test_a_search():

@@ -1,10 +1,10 @@
-"""Bugs put into the reference engine on purpose, and the score of the harness on them."""
+"""Engines with mistakes in them, sound variants, and the score of tools on both."""
 
 from harness.command.entry import CommandEntry, Panel
 
 COMMAND = CommandEntry(
     name="faults",
     panel=Panel.OTHERS,
-    help="Put known bugs into the reference engine, and show which ones the check detects.",
+    help="Ask tools about engines with known mistakes in them, and count the right answers.",
     target="harness.extensions.faults.command:faults",
 )

@@ -1,7 +1,9 @@
-"""All faults by id, some of them in 16 bits as well, where rounding hides much of what float32 shows."""
+"""All faults and sound variants by id. Some faults are tried in 16 bits as well, where rounding hides much of them."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
 from harness.errors import Code, HarnessError
 from harness.extensions.faults import (
@@ -14,13 +16,31 @@ from harness.extensions.faults import (
     latent,
     norm,
     numbers,
+    odd,
+    odder,
     parts,
     paths,
     position,
     sampling,
     weights,
 )
-from harness.extensions.faults.fault import Category, Fault
+from harness.extensions.faults import variants as sound_engines
+from harness.extensions.faults.fault import Category, EngineKind, Fault, Variant
+from harness.extensions.faults.modules import attention as module_attention
+from harness.extensions.faults.modules import (
+    caches,
+    dumps,
+    norms,
+    rotary,
+    sound_attention,
+    sound_modules,
+    states,
+    steps,
+    wiring,
+)
+from harness.extensions.faults.modules import experts as module_experts
+from harness.extensions.faults.modules import weights as module_weights
+from harness.extensions.faults.modules.declaring import SOUND
 
 _MODULES = (
     position,
@@ -37,6 +57,8 @@ _MODULES = (
     parts,
     paths,
     experts,
+    odd,
+    odder,
 )
 _AGAIN = {
     "bfloat16": (
@@ -69,24 +91,67 @@ def in_16_bits(faults: Iterable[Fault]) -> list[Fault]:
     ]
 
 
-_FAULTS = [fault for module in _MODULES for fault in module.FAULTS]
-FAULTS: Mapping[str, Fault] = {fault.id: fault for fault in [*_FAULTS, *in_16_bits(_FAULTS)]}
+_OBJECTS = (
+    module_attention, rotary, norms, wiring, module_weights, module_experts, states, caches, steps, dumps,
+)  # fmt: skip
+_REFERENCE = [fault for module in _MODULES for fault in module.FAULTS]
+_FAULTS = [*_REFERENCE, *in_16_bits(_REFERENCE), *(fault for module in _OBJECTS for fault in module.FAULTS)]
+_QUANTISED = re.compile("(weight|cache)-(int8|fp8|float8)|inputs-q8|int8-weights|cache-clipped|keys-scaled-in-cache")
+FAULTS: Mapping[str, Fault] = {
+    fault.id: replace(fault, category=Category.QUANTISED) if _QUANTISED.search(fault.id) else fault for fault in _FAULTS
+}
+_SOUND = (sound_attention, sound_modules, dumps)
+"""They add to `SOUND` when they are imported."""
+VARIANTS: Mapping[str, Variant] = {variant.id: variant for variant in (*sound_engines.variants(), *SOUND)}
 
 
-def choose(ids: list[str] | None = None, categories: list[str] | None = None) -> list[Fault]:
-    """Return the faults of these ids or categories, all of them by default.
+def entry_of(id: str) -> Fault | Variant:
+    """Return the fault or sound variant of an id, also of a drawn one.
+
+    Raises:
+        HarnessError: BAD_OPTION: there is none.
+    """
+    if id.startswith("power/"):
+        from harness.extensions.faults.power import power_entry
+
+        return power_entry(id)
+    if id.startswith("drawn/"):
+        from harness.extensions.faults.drawn.draw import drawn
+
+        if (fault := drawn(id)) is not None:
+            return fault
+    return VARIANTS[id] if id in VARIANTS else choose([id])[0]
+
+
+def choose(
+    ids: list[str] | None = None, categories: list[str] | None = None, kinds: Sequence[EngineKind] = ()
+) -> list[Fault]:
+    """Return the faults of these ids, categories and kinds of engine, all of them by default.
 
     Raises:
         HarnessError: BAD_OPTION: there is no such fault or category.
     """
-    for unknown in [id for id in ids or [] if id not in FAULTS]:
-        known = ", ".join(FAULTS)
-        raise HarnessError(Code.BAD_OPTION, f"no fault is called {unknown!r}", where="fault", expected=known)
+    known = {id: fault for id, fault in FAULTS.items() if not kinds or fault.engine in kinds}
+    for unknown in [id for id in ids or [] if id not in known]:
+        near = ", ".join(get_close_matches(unknown, known, cutoff=0.3)) or None
+        raise HarnessError(Code.BAD_OPTION, f"no fault is called {unknown!r}", where="fault", expected=near)
     for unknown in [name for name in categories or [] if name not in list(Category)]:
-        known = ", ".join(Category)
-        raise HarnessError(Code.BAD_OPTION, f"no category is called {unknown!r}", where="--category", expected=known)
+        what, expected = f"no category is called {unknown!r}", ", ".join(Category)
+        raise HarnessError(Code.BAD_OPTION, what, where="--category", expected=expected)
     return [
         fault
-        for fault in FAULTS.values()
+        for fault in known.values()
         if (not ids or fault.id in ids) and (not categories or fault.category in categories)
     ]
+
+
+def kinds_of(names: Sequence[str] | None) -> list[EngineKind]:
+    """Return kinds of engine by their names.
+
+    Raises:
+        HarnessError: BAD_OPTION: there is no such kind.
+    """
+    for unknown in [name for name in names or () if name not in list(EngineKind)]:
+        what, known = f"no kind of engine is called {unknown!r}", ", ".join(EngineKind)
+        raise HarnessError(Code.BAD_OPTION, what, where="--engine", expected=known)
+    return [EngineKind(name) for name in names or ()]

@@ -1,78 +1,165 @@
-"""`harness faults`: the score of the harness on bugs that were put in on purpose."""
+"""`harness faults`: the benchmark of tools on engines with mistakes in them."""
 
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.base.progress import Progress
 from harness.command.forms import Forms
 from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
+if TYPE_CHECKING:
+    from harness.extensions.faults.benchmark import Questions
+    from harness.extensions.faults.fault import Fault
+
 FAULTS = Forms(
     human="harness.extensions.faults.report:as_text",
-    markdown="harness.extensions.faults.report:as_text",
+    markdown="harness.extensions.faults.report:as_markdown",
     json="harness.extensions.faults.report:as_json",
 )
 
 
 def faults(
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Tool to ask: harness, hooks, model-debugger, debug-mode, torchlens, msprobe, pytest-torch, or "
+            "module:object. Repeatable. [default: harness]",
+        ),
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="ID", help="Run only this fault. Repeatable.")] = None,
     category: Annotated[
         list[str] | None, typer.Option(metavar="C", help="Run only the faults of this category. Repeatable.")
     ] = None,
-    seeds: Annotated[
-        int | None,
+    engine: Annotated[
+        list[str] | None,
         typer.Option(
-            metavar="N", min=0, help="Sets of prompts per benign variant. [default: 3; 0 with --only or --category]"
+            metavar="KIND", help="Run only engines of this kind: reference, module, step or dump. Repeatable."
         ),
     ] = None,
+    sample: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Draw so many faults. [default: all of them]")
+    ] = None,
+    drawn: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Draw N faults that nobody chose, in place of those of the catalogue."),
+    ] = None,
+    variants: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Draw so many sound variants. [default: half of --sample or --drawn; all of them without "
+            "either; 0 with --only or --category]",
+        ),
+    ] = None,
+    power: Annotated[
+        bool,
+        typer.Option("--power", help="Search the smallest error of five quantities that each tool finds, by dtype."),
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of what is drawn, and of the prompts.")] = 0,
+    limit: Annotated[float, typer.Option(metavar="S", min=1, help="Longest time in seconds for an answer.")] = 120.0,
     check: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Show the complete check of the engine with this fault, without a score."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With --check: new folder for report.html and the recordings.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the answers: a run that was interrupted goes on from there. With --check: new folder for "
+            "report.html and the recordings.",
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Device of the engine: cpu, cuda, ...")] = "cpu",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Device of the reference engine: cpu, cuda, ...")
+    ] = "cpu",
     format: Annotated[str, FAULTS.option()] = "human",
 ) -> int:
-    """Put known bugs into the reference engine, and show which ones the check detects.
+    """Ask tools about engines with known mistakes in them and about sound ones, and count the right answers.
 
-    Also checks benign variants of the engine, which must pass.
+    Each tool runs in its own process. Sound variants of the engines must pass.
     """
     if check is not None:
-        refused = {"--only": only, "--category": category, "--seeds": seeds}
+        refused = {
+            "--tool": tool, "--only": only, "--category": category, "--engine": engine, "--sample": sample,
+            "--drawn": drawn, "--variants": variants,
+            "--power": power or None,
+        }  # fmt: skip
         for option in (name for name, value in refused.items() if value is not None):
             what, hint = "one check is shown, and nothing is scored", f"leave {option} or --check out"
             raise HarnessError(Code.BAD_OPTION, what, where=option, hint=hint)
         return _checked(check, device, out, format)
-    if out is not None:
-        what, hint = "the score is written to standard output alone", "add --check ID, or leave --out out"
-        raise HarnessError(Code.BAD_OPTION, what, where="--out", hint=hint)
     with progress_bar() as report:
-        from harness.extensions.faults.catalogue import choose
-        from harness.extensions.faults.run import keep_score
-        from harness.extensions.faults.variants import variants
+        from harness.extensions.faults.benchmark import Questions, ask_all, sampled
+        from harness.extensions.faults.catalogue import FAULTS as KNOWN
+        from harness.extensions.faults.catalogue import VARIANTS, choose, kinds_of
+        from harness.extensions.faults.fault import Fault, Variant
+        from harness.extensions.faults.report import Benchmark
+        from harness.extensions.faults.score import score
+        from harness.extensions.faults.tools import num_lines, open_tool
+        from harness.plan import check_device
 
-        chosen = choose(only, category)
-        is_selection = bool(only or category)
-        num_seeds = (0 if is_selection else 3) if seeds is None else seeds
-        score = keep_score(chosen, variants(), seeds=num_seeds, device=device, progress=report)
-    FAULTS.show(score, format)
-    missed = score.detected < len(score.faults)
-    return ExitStatus.MISMATCH if missed or score.false_alarms else ExitStatus.PASS
+        check_device(device)
+        begin, kinds, names = time.perf_counter(), kinds_of(engine), tool or ["harness"]
+        tools = {name: open_tool(name) for name in names}
+        chosen = sampled([fault for fault in choose(only, category, kinds) if not fault.equivalent], sample, seed)
+        if drawn is not None:
+            chosen = [fault for at in range(drawn) if (fault := _drawn(seed, at, drawn, report)) is not None]
+        number = variants
+        if number is None:
+            size = sample or drawn
+            number = 0 if only or category else None if size is None else size // 2
+        sound = sampled([item for item in VARIANTS.values() if not kinds or item.engine in kinds], number, seed)
+        with Questions(seed=seed, device=device, limit_s=limit, out=out) as questions:
+            if power:
+                return _power({name: opened.names for name, opened in tools.items()}, questions, report)
+            asked = ask_all(names, [*chosen, *sound], questions, report)
+        entries: dict[str, Fault | Variant] = {**KNOWN, **VARIANTS, **{fault.id: fault for fault in chosen}}
+        scores = [
+            score(
+                label, [item for item in asked if item.tool == name], entries,
+                is_rule=label in opened.rules, num_lines=num_lines(name),
+            )
+            for name, opened in tools.items()
+            for label in opened.names
+        ]  # fmt: skip
+        result = Benchmark(seed=seed, scores=scores, seconds=time.perf_counter() - begin)
+    FAULTS.show(result, format)
+    return ExitStatus.PASS if result.is_clean else ExitStatus.MISMATCH
+
+
+def _power(tools: Mapping[str, Sequence[str]], questions: "Questions", report: Progress) -> int:
+    from harness.extensions.faults.power import as_table, measure
+
+    typer.echo(as_table(measure(tools, questions, report)), nl=False)
+    return ExitStatus.PASS
+
+
+def _drawn(seed: int, index: int, total: int, report: Progress) -> "Fault | None":
+    from harness.extensions.faults.drawn.draw import draw
+    from harness.extensions.faults.zoo.quiet import quiet
+
+    report("draw faults", index, total)
+    with quiet():
+        return draw(seed, index)
 
 
 def _checked(fault: str, device: str, out: Path | None, format: str) -> int:
-    """Check the reference engine with a fault in it, on the model, prompts and schedule that show the fault."""
+    """Check an engine with a fault in it, on the model, prompts and schedule that show the fault."""
     with progress_bar() as report:
         from harness.cli.check import checked, show_checks
         from harness.extensions.faults.catalogue import choose
-        from harness.extensions.faults.run import checkpoint, plan_of
+        from harness.extensions.faults.fault import EngineKind
+        from harness.extensions.faults.subject import checkpoint, plan_of
 
-        (chosen,) = choose([fault])
+        (chosen,) = choose([fault], kinds=[EngineKind.REFERENCE])
         with checkpoint(chosen.setting) as folder, chosen.inject():
             plan = replace(plan_of(chosen.setting, folder, device=device), notes=(f"planted: {chosen.summary}",))
             result = checked(plan, out, report)

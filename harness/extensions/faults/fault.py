@@ -1,17 +1,16 @@
-"""A fault: a bug that engines have had, put into the reference engine, with the truth of where it shows.
+"""A fault: a mistake that is put into an engine, with the truth of where it shows and what may be said of its cause.
 
 For faults that no recording shows there are property suites of the reference engine. Hypothesis is imported when one
 runs.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from harness.base.numerics import Numerics
-from harness.extensions.faults.injection import InjectedFault
 
 if TYPE_CHECKING:
     from hypothesis import settings
@@ -23,6 +22,8 @@ NUM_NEW_TOKENS = 6
 BLOCK_SIZE = 8
 Row = tuple[int, int]
 """(request, position)."""
+NOTHING = r"(?!)"
+"""The pattern of no statement at all."""
 FIRST: Row = (0, 0)
 SECOND: Row = (0, 1)
 FIRST_DECODE: Row = (0, PROMPT_LENGTHS[0])
@@ -30,7 +31,7 @@ FIRST_SAMPLED: Row = (0, PROMPT_LENGTHS[0] - 1)
 
 
 class Category(StrEnum):
-    """The part of an engine that a fault is in."""
+    """The kind of a mistake: the part of an engine that it is in."""
 
     POSITION = "position"
     NORM = "norm"
@@ -42,6 +43,22 @@ class Category(StrEnum):
     NUMBERS = "numbers"
     EXPERTS = "experts"
     DRAFTS = "drafts"
+    WIRING = "wiring"
+    STATES = "states"
+    QUANTISED = "quantised"
+
+
+class EngineKind(StrEnum):
+    """The kind of engine that a fault is put into, and that a tool gets."""
+
+    REFERENCE = "reference"
+    """The reference engine: scheduler, paged cache, continuous batches."""
+    MODULE = "module"
+    """A model object of transformers, as an engine with kernels of its own holds one."""
+    STEP = "step"
+    """An engine of steps without any name of HuggingFace's."""
+    DUMP = "dump"
+    """A folder of tensors that a module left in one prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +66,7 @@ class FaultConfig:
     """The conditions of a check under which a fault shows, in the terms of a case."""
 
     model: str = "qwen3-tiny"
+    """Of the reference engine an embedded checkpoint; else a `model_type` of transformers, which is made tiny."""
     dtype: str = "float32"
     schedule: str = "batched"
     prompts: tuple[tuple[int, ...], ...] | None = None
@@ -58,6 +76,7 @@ class FaultConfig:
     """Engine options besides the block size."""
     config: Mapping[str, object] = field(default_factory=dict)
     """Fields of config.json that the checkpoint is given instead of its own."""
+    threads: int = 1
     scaled: Mapping[str, float] = field(default_factory=dict)
     """Weights of the checkpoint, by name, and what they are multiplied by: activations of another magnitude."""
     weights_in: str | None = None
@@ -74,13 +93,16 @@ class Fault:
     category: Category
     summary: str
     """The mistake, in one sentence."""
-    inject: Callable[[], AbstractContextManager[InjectedFault]]
+    inject: Callable[..., Any]
+    """Of the reference engine, a context in which its code has the fault; else what changes the object."""
     tap: str | None
-    """The first tap that shows it, in the order of the graph; None if the engine itself raises, or a property suite."""
-    row: Row | None
-    """The first row of that tap, by request and position, that is wrong."""
+    """Pattern of the first operation that shows it, in the order of the graph: of the whole name in the reference
+    engine, else of a part of it. None if the engine itself raises, or a property suite."""
+    row: tuple[int | None, int | None] | None
+    """The first row of that operation, by request and position, that is wrong. The tokens decide what is None."""
     cause: str
-    """Pattern that the explanation of the first divergence matches if it names the cause."""
+    """Pattern of every true statement about the cause; `NOTHING` if no known cause is true."""
+    engine: EngineKind = EngineKind.REFERENCE
     setting: FaultConfig = FaultConfig()
     suite: Callable[[], None] | None = None
     """A property suite that is run in place of a check, for what no recording shows; it raises where a property is
@@ -90,6 +112,23 @@ class Fault:
     equivalent: str = ""
     """The proof that nothing can show it if that is so."""
 
+    def is_at(self, operation: str | None) -> bool:
+        """Return whether an operation is where the fault begins."""
+        if operation is None or self.tap is None:
+            return False
+        matches = re.fullmatch if self.engine is EngineKind.REFERENCE else re.search
+        return matches(self.tap, operation) is not None
+
+    def is_row(self, row: tuple[int | None, int | None] | None) -> bool:
+        """Return whether a row is the first wrong one."""
+        pairs = zip(self.row or (None, None), row or (None, None), strict=True)
+        return all(true is None or true == said for true, said in pairs)
+
+    def is_cause(self, statement: str) -> bool:
+        """Return whether a statement about the cause is true."""
+        flags = 0 if self.engine is EngineKind.REFERENCE else re.IGNORECASE
+        return re.search(self.cause, statement, flags) is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -98,8 +137,11 @@ class Variant:
     id: str
     summary: str
     setting: FaultConfig
-    engine: str = "reference"
-    inject: Callable[[], AbstractContextManager[InjectedFault]] | None = None
+    engine: EngineKind = EngineKind.REFERENCE
+    engine_name: str = "reference"
+    """Of the engine, where that is opened by its name."""
+    inject: Callable[..., Any] | None = None
+    """As of a fault; None changes nothing."""
 
 
 def table_of(**defaults: Any) -> Callable[..., Fault]:

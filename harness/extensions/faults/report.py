@@ -1,134 +1,159 @@
-"""The score as a table for people and as JSON."""
+"""The benchmark as tables for people and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
 
-from harness.extensions.faults.fault import Category
-from harness.extensions.faults.peers import RULES, TOKENS
-from harness.extensions.faults.run import FaultScore, Score
+from harness.extensions.faults.fault import Category, EngineKind
+from harness.extensions.faults.score import Alarm, Grade, Rate, Score
+
+RATES = ("detected", "exact", "within_one", "row", "named", "named_wrongly")
+_WIDTH = 70
 
 
-def as_json(score: Score) -> dict[str, Any]:
-    """Return the score under the keys of docs/faults.md."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """The scores of all tools on one set of faults and variants."""
+
+    seed: int
+    scores: Sequence[Score]
+    seconds: float
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the first tool detected every fault, and nothing sound alarmed it."""
+        first = self.scores[0]
+        return not first.false_alarms.count and first.rate("detected").count == len(first.grades)
+
+
+def as_json(result: Benchmark) -> dict[str, Any]:
+    """Return the benchmark under the keys of docs/faults.md."""
     return {
-        "schema_version": 1,
-        "num_faults": len(score.faults),
-        "detected": score.detected,
-        "localised": score.localised,
-        "named": score.named,
-        "named_wrongly": score.named_wrongly,
-        "num_variants": len(score.variants),
-        "false_alarms": score.false_alarms,
-        "equivalent": [{"id": fault.id, "proof": fault.equivalent} for fault in score.equivalent],
-        "faults": [_fault_json(item) for item in score.faults],
+        "schema_version": 2,
+        "seed": result.seed,
+        "seconds": result.seconds,
+        "tools": [_tool_json(score) for score in result.scores],
+    }
+
+
+def _tool_json(score: Score) -> dict[str, Any]:
+    return {
+        "name": score.tool,
+        "is_rule": score.is_rule,
+        "num_lines": score.num_lines,
+        "num_refused": score.num_refused,
+        "median_seconds": score.median_seconds,
+        "notes": dict(score.notes),
+        **{name: _rate_json(score.rate(name)) for name in RATES},
+        "false_alarms": _rate_json(score.false_alarms),
+        "faults": [_grade_json(grade) for grade in score.grades],
         "alarms": [
-            {"id": variant.variant.id, "seed": variant.seed, "message": variant.message}
-            for variant in score.variants
-            if variant.is_alarm
+            {"id": alarm.variant.id, "answer": None if alarm.answer is None else alarm.answer.as_json()}
+            for alarm in score.alarms
+            if alarm.is_alarm
         ],
-        "peers": {name: _peer_json(name, score) for name in (*RULES, TOKENS)},
-        "seconds": score.seconds,
     }
 
 
-def _fault_json(score: FaultScore) -> dict[str, Any]:
-    first = score.first
+def _rate_json(rate: Rate) -> dict[str, Any]:
+    return {"count": rate.count, "total": rate.total, "interval": rate.interval}
+
+
+def _grade_json(grade: Grade) -> dict[str, Any]:
     return {
-        "id": score.fault.id,
-        "category": str(score.fault.category),
-        "detected": score.detected,
-        "localised": score.localised,
-        "named": score.named,
-        "named_wrongly": score.named_wrongly,
-        "first_divergence": None
-        if first is None
-        else {"tap": first.tap, "request": first.request, "position": first.position},
-        "explanation": score.error if score.explanation is None else score.explanation.cause,
+        "id": grade.fault.id,
+        "category": str(grade.fault.category),
+        "engine": str(grade.fault.engine),
+        **{name: getattr(grade, name) for name in RATES},
+        "answer": None if grade.answer is None else grade.answer.as_json(),
+        "problem": grade.problem,
     }
 
 
-def _peer_json(name: str, score: Score) -> dict[str, int]:
-    return {
-        "detected": sum(fault.peers[name][0] for fault in score.faults),
-        "right_layer": sum(all(fault.peers[name]) for fault in score.faults),
-        "false_alarms": sum(variant.peers.get(name, False) for variant in score.variants),
-    }
+def as_markdown(result: Benchmark) -> str:
+    """Return the tables in Markdown."""
+    return as_text(result, tablefmt="github")
 
 
-def as_text(score: Score, *, tablefmt: str = "simple") -> str:
-    """Return the score as tables: by category, by fault, and beside other people's rules."""
-    parts = [_categories(score, tablefmt), _faults(score.faults, tablefmt)]
-    if score.equivalent:
-        proofs = "\n".join(f"- {fault.id}: {fault.equivalent}" for fault in score.equivalent)
-        parts.append(f"Not counted, because nothing can show them:\n\n{proofs}")
-    if score.variants:
-        alarms = [
-            f"- {variant.variant.id}, seed {variant.seed}: {variant.message}"
-            for variant in score.variants
-            if variant.is_alarm
-        ]
-        parts.append(
-            f"{len(score.variants)} benign runs, {score.false_alarms} false alarms."
-            + "".join(f"\n{alarm}" for alarm in alarms)
-        )
-    parts.append("The same recordings judged by other people's rules:\n\n" + _peers(score, tablefmt))
+def as_text(result: Benchmark, *, tablefmt: str = "simple") -> str:
+    """Return the tables: tools, kinds of mistake, kinds of engine, and every row that is wrong for the first tool."""
+    first = result.scores[0]
+    parts = [
+        _tools(result.scores, tablefmt),
+        "Operation right, by kind of mistake:\n\n" + _by(result.scores, Category, lambda g: g.fault.category, tablefmt),
+        "Operation right, by kind of engine:\n\n" + _by(result.scores, EngineKind, lambda g: g.fault.engine, tablefmt),
+        f"What {first.tool} has wrong:\n\n" + _wrong(first, tablefmt),
+    ]
+    notes = [f"- {score.tool}: {text}, {count} times" for score in result.scores for text, count in score.notes.items()]
+    if notes:
+        parts.append("\n".join(notes))
     return "\n\n".join(parts) + "\n"
 
 
-def _categories(score: Score, tablefmt: str) -> str:
-    rows = []
-    for name, faults in [*((str(c), [s for s in score.faults if s.fault.category is c]) for c in Category)]:
-        if faults:
-            rows.append(_counts(name, faults))
-    rows.append(_counts("all", score.faults))
-    headers = ["category", "faults", "detected", "localised", "named", "named wrongly"]
-    return tabulate(rows, headers=headers, tablefmt=tablefmt)
-
-
-def _counts(name: str, faults: Sequence[FaultScore]) -> list[object]:
-    return [
-        name,
-        len(faults),
-        sum(fault.detected for fault in faults),
-        sum(fault.localised for fault in faults),
-        sum(fault.named for fault in faults),
-        sum(fault.named_wrongly for fault in faults),
-    ]
-
-
-def _faults(faults: Sequence[FaultScore], tablefmt: str) -> str:
+def _tools(scores: Iterable[Score], tablefmt: str) -> str:
     rows = [
         [
-            fault.fault.id,
-            *("yes" if flag else "NO" for flag in (fault.detected, fault.localised)),
-            "yes" if fault.named else "WRONGLY" if fault.named_wrongly else "no",
-            _place(fault),
-            fault.error if fault.explanation is None else fault.explanation.cause,
+            score.tool + (" (rule)" if score.is_rule else ""),
+            len(score.grades),
+            *(_shown(score.rate(name)) for name in RATES),
+            _shown(score.false_alarms),
+            f"{score.median_seconds:.1f}",
+            score.num_lines,
         ]
-        for fault in faults
+        for score in scores
     ]
-    headers = ["fault", "detected", "localised", "named", "found first", "what was said"]
-    widths = [None] * 5 + [None if tablefmt == "github" else 70]
-    return tabulate(rows, headers=headers, tablefmt=tablefmt, maxcolwidths=widths)
-
-
-def _place(score: FaultScore) -> str:
-    first = score.first
-    if first is None:
-        who = "the engine" if score.fault.suite is None else "a property suite"
-        return f"{who} raised" if score.error else "-"
-    return f"{(first.tap or '').removeprefix('model.')} ({first.request}, {first.position})"
-
-
-def _peers(score: Score, tablefmt: str) -> str:
-    rows: list[list[object]] = [
-        ["this harness", score.detected, f"{score.localised} at the operation and row", score.false_alarms]
+    headers = [
+        "tool",
+        "faults",
+        "detected",
+        "operation",
+        "within one",
+        "row",
+        "named",
+        "wrongly",
+        "alarms",
+        "s",
+        "lines",
     ]
-    for name in (*RULES, TOKENS):
-        counts = _peer_json(name, score)
-        rows.append([name, counts["detected"], f"{counts['right_layer']} in the layer", counts["false_alarms"]])
-    num_faults, num_variants = len(score.faults), len(score.variants)
-    headers = ["rule", f"detected of {num_faults}", "localised", f"false alarms of {num_variants}"]
-    return tabulate(rows, headers=headers, tablefmt=tablefmt)
+    return tabulate(rows, headers=headers, tablefmt=tablefmt, disable_numparse=True)
+
+
+def _shown(rate: Rate) -> str:
+    low, high = rate.interval
+    return f"{rate.count}/{rate.total} ({100 * low:.0f}-{100 * high:.0f} %)" if rate.total else "-"
+
+
+def _by(scores: Sequence[Score], groups: Iterable[Any], group_of: Callable[[Grade], object], tablefmt: str) -> str:
+    rows = []
+    for group in groups:
+        grades = [[grade for grade in score.grades if group_of(grade) is group] for score in scores]
+        if any(grades):
+            cells = [f"{sum(grade.exact for grade in part)}/{len(part)}" if part else "-" for part in grades]
+            rows.append([str(group), *cells])
+    headers = ["", *(score.tool for score in scores)]
+    return tabulate(rows, headers=headers, tablefmt=tablefmt, disable_numparse=True)
+
+
+def _wrong(score: Score, tablefmt: str) -> str:
+    rows = [_wrong_row(grade) for grade in score.grades if not (grade.row and grade.named)]
+    rows += [[alarm.variant.id, "false alarm", *_said(alarm)] for alarm in score.alarms if alarm.is_alarm]
+    widths = [None, None, None, None if tablefmt == "github" else _WIDTH]
+    headers = ["fault or variant", "wrong", "found first", "said"]
+    return tabulate(rows, headers=headers, tablefmt=tablefmt, maxcolwidths=widths, disable_numparse=True)
+
+
+def _wrong_row(grade: Grade) -> list[str]:
+    wrong = [name for name in ("detected", "exact", "row") if not getattr(grade, name)][:1]
+    named = "named wrongly" if grade.named_wrongly else "" if grade.named else "not named"
+    words = {"detected": "not detected", "exact": "operation", "row": "row"}
+    return [grade.fault.id, ", ".join([*(words[name] for name in wrong), *([named] if named else [])]), *_said(grade)]
+
+
+def _said(item: Grade | Alarm) -> list[str]:
+    if item.answer is None:
+        return ["-", item.problem]
+    row = "" if item.answer.row is None else f" {item.answer.row}"
+    text = item.answer.error or item.answer.cause or ""
+    return [f"{item.answer.operation or '-'}{row}", text.splitlines()[0] if text else ""]

@@ -99,7 +99,7 @@ def variants() -> Iterator[Variant]:
                 setting = FaultConfig(
                     model=model, dtype=dtype, options={"attention": attention}, schedule=_hf_schedule(attention, dtype)
                 )
-                yield _variant(f"hf-{attention}", setting, engine="hf")
+                yield _variant(f"hf-{attention}", setting, engine_name="hf")
             for name, fields in _SETTINGS.items():
                 yield _variant(name, FaultConfig(model=model, dtype=dtype, **fields))
             for name, inject in _PLANTED.items():

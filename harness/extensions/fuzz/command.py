@@ -168,12 +168,13 @@ def _opened(
         yield plan_engine(**fields, local_files_only=local_files_only), options
         return
     from harness.extensions.faults.catalogue import choose
-    from harness.extensions.faults.run import checkpoint
+    from harness.extensions.faults.fault import EngineKind
+    from harness.extensions.faults.subject import checkpoint
 
     if fields:
         what = "a fault comes with the engine, the model and the dtype that show it"
         raise HarnessError(Code.BAD_OPTION, what, where="--fault", hint="leave the other options out")
-    (chosen,) = choose([fault])
+    (chosen,) = choose([fault], kinds=[EngineKind.REFERENCE])
     with checkpoint(chosen.setting) as folder:
         plan = plan_engine(model=str(folder), dtype=chosen.setting.dtype, local_files_only=local_files_only)
         plan = replace(plan, notes=(f"planted: {chosen.summary}",))

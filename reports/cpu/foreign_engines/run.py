@@ -31,10 +31,10 @@ from truth import FAULTS, PROMPT, taps_of
 import harness
 from harness.engines.by_content import StepEngine
 from harness.engines.tensor_folder import FolderEngine
+from harness.extensions.faults.zoo.lively import make_lively
+from harness.extensions.faults.zoo.quiet import quiet
 from harness.formats.checkpoint import Checkpoint
 from tests.benchmarks.engines_by_content import Rows
-from tests.families.lively import make_lively
-from tests.families.quiet import quiet
 
 NUM_NEW = 5
 FALSE = {"float32": 1e-2, "bfloat16": 0.2}

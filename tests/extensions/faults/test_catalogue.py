@@ -12,15 +12,20 @@ import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.sampler
 from harness.errors import Code, HarnessError
-from harness.extensions.faults.catalogue import FAULTS, choose
-from harness.extensions.faults.fault import Category, Fault, FaultConfig
+from harness.extensions.faults import worker
+from harness.extensions.faults.catalogue import FAULTS as KNOWN
+from harness.extensions.faults.catalogue import VARIANTS, choose, entry_of
+from harness.extensions.faults.fault import Category, EngineKind, Fault, FaultConfig
 from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.run import FaultTrial, score_fault, try_fault, try_variant
+from harness.extensions.faults.score import grade
+from harness.extensions.faults.subject import opened
+from harness.extensions.faults.tools import open_tool
+from harness.extensions.faults.trial import try_entry
 from harness.extensions.faults.variants import variants
 from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
-from reference_engine.families.experts import Experts
+from reference_engine.families.experts import Expert, Experts
 from reference_engine.families.latent_attention import LatentAttention
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import MLP, Embedding, Linear, RMSNorm
@@ -29,13 +34,14 @@ from reference_engine.model_runner import ModelRunner
 from reference_engine.prefix_cache import Prefix, PrefixCache
 from reference_engine.rotary import RotaryEmbedding
 
+FAULTS = {fault.id: fault for fault in choose(kinds=[EngineKind.REFERENCE])}
 OWNERS = (
     reference_engine.attention.paged, reference_engine.attention.paged.PagedAttention,
     reference_engine.checkpoint.model_config, reference_engine.engine, reference_engine.model,
     reference_engine.families.build, reference_engine.loader, reference_engine.model_runner, reference_engine.sampler,
     reference_engine.speculation, Attention, BlockManager, BlockPool,
     Decoder, DecoderLayer, Embedding, Experts, KVCache, LLMEngine, LatentAttention, Linear, MLP, ModelRunner, Prefix,
-    PrefixCache, RMSNorm, RotaryEmbedding,
+    PrefixCache, RMSNorm, RotaryEmbedding, Expert,
 )  # fmt: skip
 ONE_OF_EACH = (
     "position-decode-plus-one", "norm-eps-too-large", "qkv-k-and-v-swapped", "window-one-more", "hash-without-parent",
@@ -84,8 +90,14 @@ def test_every_fault_and_variant_can_be_planted():
 
 
 def test_there_are_faults_of_every_kind():
-    assert len(FAULTS) >= 50
-    assert {fault.category for fault in FAULTS.values()} >= set(Category) - {Category.SCHEDULER}
+    assert len(KNOWN) >= 400
+    assert len(VARIANTS) >= 250
+    assert {fault.category for fault in KNOWN.values()} == set(Category)
+    for entries in (KNOWN, VARIANTS):
+        assert {entry.engine for entry in entries.values()} == set(EngineKind)
+    assert len({fault.setting.model for fault in KNOWN.values() if fault.engine is EngineKind.MODULE}) >= 45
+    assert not KNOWN.keys() & VARIANTS.keys()
+    assert entry_of("wrong-block").id == "wrong-block"
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -96,9 +108,9 @@ def test_what_is_put_in_is_taken_out(name):
     assert everything() == before
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", KNOWN)
 def test_the_truth_is_complete(name):
-    fault = FAULTS[name]
+    fault = KNOWN[name]
     assert fault.summary.endswith(".")
     assert re.compile(fault.cause)
     assert fault.cause
@@ -108,8 +120,8 @@ def test_the_truth_is_complete(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_fault_is_found_where_it_is_and_named(name):
-    score = score_fault(FAULTS[name], try_fault(FAULTS[name]))
-    assert (score.detected, score.localised, score.named) == (True, True, True), score
+    score = grade(FAULTS[name], try_entry(FAULTS[name]).answer)
+    assert (score.detected, score.row, score.named) == (True, True, True), score
 
 
 def test_a_fault_that_is_never_reached_is_no_score():
@@ -118,9 +130,9 @@ def test_a_fault_that_is_never_reached_is_no_score():
         inject=replacing((BlockPool, "reset_prefix_cache", lambda original, self: original(self))),
         setting=FaultConfig(),
     )  # fmt: skip
-    with pytest.raises(HarnessError) as caught:
-        score_fault(unreached, try_fault(unreached))
-    assert caught.value.code is Code.INTERNAL
+    with opened(unreached) as (subject, planted):
+        asked = worker.asked(open_tool("harness"), subject, unreached, planted)
+    assert (asked["answers"], asked["problem"]) == ({}, worker.UNREACHED)
 
 
 def test_a_fault_that_nothing_shows_is_not_detected():
@@ -128,8 +140,8 @@ def test_a_fault_that_nothing_shows_is_not_detected():
         id="harmless", category=Category.NORM, summary="Changes nothing.", tap="model.norm", row=(0, 0), cause="norm",
         inject=replacing((RMSNorm, "__call__", lambda original, self, x: original(self, x))),
     )  # fmt: skip
-    score = score_fault(harmless, try_fault(harmless))
-    assert (score.detected, score.localised, score.named) == (False, False, False)
+    score = grade(harmless, try_entry(harmless).answer)
+    assert (score.detected, score.row, score.named) == (False, False, False)
 
 
 def test_planted_code_that_fails_is_no_detection():
@@ -140,36 +152,36 @@ def test_planted_code_that_fails_is_no_detection():
         id="broken", category=Category.NORM, summary="Raises.", tap="model.norm", row=(0, 0), cause="mistake",
         inject=replacing((RMSNorm, "__call__", fails)),
     )  # fmt: skip
-    score = score_fault(broken, try_fault(broken))
-    assert (score.detected, score.localised, score.named) == (False, False, False)
-    assert "the fault's own mistake" in score.error
+    score = grade(broken, try_entry(broken).answer)
+    assert (score.detected, score.row, score.named) == (False, False, False)
+    assert "the fault's own mistake" in score.answer.error
 
 
 def test_the_wrong_place_and_the_wrong_cause_do_not_count():
     fault = FAULTS["norm-weight-skipped"]
-    trial: FaultTrial = try_fault(fault)
+    answer = try_entry(fault).answer
     elsewhere = Fault(**{name: getattr(fault, name) for name in fault.__slots__} | {"row": (1, 0), "cause": "theta"})
-    score = score_fault(elsewhere, trial)
-    assert (score.detected, score.localised, score.named) == (True, False, False)
+    score = grade(elsewhere, answer)
+    assert (score.detected, score.row, score.named) == (True, False, False)
     assert score.named_wrongly
 
 
 def test_what_asserts_no_cause_is_not_named_wrongly():
     fault = FAULTS["norm-weight-skipped"]
-    trial = try_fault(fault)
+    trial = try_entry(fault)
     (run,) = trial.result.runs
     seen = replace(run.first_divergence, explanation=replace(run.first_divergence.explanation, is_cause=False))
     unsure = replace(trial, result=replace(trial.result, runs=(replace(run, first_divergence=seen),)))
-    score = score_fault(fault, unsure)
+    score = grade(fault, unsure.answer)
     assert (score.detected, score.named, score.named_wrongly) == (True, False, False)
 
 
 def test_which_rows_are_wrong_is_no_cause():
     """A pattern that matches the scope alone, `request 1` for one, does not count as a name."""
     fault = FAULTS["norm-weight-skipped"]
-    trial = try_fault(fault)
+    trial = try_entry(fault)
     scope = trial.result.runs[0].first_divergence.explanation.scope
-    score = score_fault(replace(fault, cause=f"^{scope}|; {scope}"), trial)
+    score = grade(replace(fault, cause=f"^{scope}|; {scope}"), trial.answer)
     assert (score.named, score.named_wrongly) == (False, True)
 
 
@@ -182,7 +194,7 @@ BENIGN = ("blocks-permuted", "norm-weight-before-cast", "projections-unfused", "
 )
 def test_an_engine_of_another_convention_does_not_alarm(name):
     (variant,) = [item for item in variants() if item.id == f"{name}/qwen3-tiny/float32"]
-    trial = try_variant(variant)
+    trial = try_entry(variant)
     assert not trial.is_alarm, trial.result and trial.result.runs[0].findings
     assert any(tap.convention for tap in trial.result.runs[0].taps)
 
@@ -191,7 +203,7 @@ def test_an_engine_of_another_convention_does_not_alarm(name):
 @pytest.mark.parametrize("name", BENIGN)
 def test_a_benign_variant_does_not_alarm(name):
     (variant,) = [item for item in variants() if item.id == f"{name}/qwen2-tiny/bfloat16"]
-    trial = try_variant(variant)
+    trial = try_entry(variant)
     assert not trial.is_alarm, trial.result and trial.result.runs[0].findings
 
 
@@ -217,7 +229,7 @@ Cutting off makes twice the error of rounding. The fastest of the slow pairs tur
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_detected(name):
-    score = score_fault(FAULTS[name], try_fault(FAULTS[name]))
+    score = grade(FAULTS[name], try_entry(FAULTS[name]).answer)
     assert score.detected
     assert not score.named_wrongly
     assert score.localised or name in ROUNDING_HIDES_THE_FIRST_ROWS

@@ -12,6 +12,7 @@ import torch
 
 import harness
 from harness.extensions.faults.catalogue import FAULTS
+from harness.extensions.faults.fault import EngineKind
 from harness.formats.checkpoint import resolve
 from harness.oracle.model import load_model
 
@@ -40,6 +41,7 @@ def eligible():
         fault
         for fault in FAULTS.values()
         if fault.tap is not None
+        and fault.engine is EngineKind.REFERENCE
         and fault.id not in NOT_HERE
         and fault.suite is None
         and fault.setting.schedule == "batched"

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..zoo import logits, tokens
+from harness.extensions.faults.zoo.divergence import Event, first_difference, innermost_called, trace
+from harness.extensions.faults.zoo.models import logits, tokens
+
 from . import attention, experts, multipliers, weights
-from .divergence import Event, first_difference, innermost_called, trace
 from .plan import Plan
 
 FAULTS: dict[str, Callable[[nn.Module], list[Plan]]] = {

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness.errors import Code, HarnessError
+from harness.extensions.faults.zoo.models import tokens
 from harness.formats.taps import Kind
 from harness.oracle.decode import HFDecoder
 from harness.oracle.golden import open_golden
@@ -14,7 +15,6 @@ from harness.oracle.make_golden import make_golden
 from harness.oracle.model import load_model
 from harness.oracle.requests import Prompt
 from tests import mtp
-from tests.families.zoo import tokens
 
 LAYERS = {"mellum": 2, "glm4_moe": 46, "deepseek_v3": 61}
 """Those behind which HF looks for further ones."""

@@ -21,7 +21,7 @@ from .recordings import Copy
 
 pytest.importorskip("harness.extensions.faults", reason="the catalogue of faults is an extension")
 from harness.extensions.faults.fault import FaultConfig
-from harness.extensions.faults.run import checkpoint
+from harness.extensions.faults.subject import checkpoint
 
 ROW = (2, LENGTHS[2] + 1)
 ATTENTION = "model.layers.1.attention"

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.base.metrics import rounding_unit
 from harness.engines import open_engine
+from harness.extensions.faults.zoo.lively import make_lively
 from harness.formats.recording import Recording, RequestInfo
 from harness.judge.compare import local, projected
 from harness.judge.compare.batch import PaddedBatch
@@ -17,7 +18,6 @@ from harness.judge.compare.sequences import RowSequence, sequences
 from harness.judge.compare.systematic import MIN_ROWS, THRESHOLD
 from harness.oracle.model import load_model
 
-from ....families.lively import make_lively
 from ....recording_writer import record
 from .recordings import Copy
 

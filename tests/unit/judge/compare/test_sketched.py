@@ -21,7 +21,7 @@ from .conftest import NUM_NEW
 
 pytest.importorskip("harness.extensions.faults", reason="the catalogue of faults is an extension")
 from harness.extensions.faults.catalogue import choose
-from harness.extensions.faults.run import checkpoint, plan_of
+from harness.extensions.faults.subject import checkpoint, plan_of
 
 CACHE, CACHE_INPUT = "model.layers.1.k_cache", "model.layers.1.k_rope"
 ESTIMATED = {"propagated_relative_l2_max", "propagated_ratio_median", "propagated_ratio_max", "sqnr_db_min"}

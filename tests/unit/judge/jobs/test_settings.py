@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.engines.module import TorchEngine
 from harness.errors import Code, HarnessError
+from harness.extensions.faults.zoo.models import save
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
 from harness.judge.jobs.settings import compare_settings, hf_settings, run_settings
@@ -19,7 +20,6 @@ from harness.results.check import Outcome
 from harness.results.settings import ModelSettings
 from reference_engine.checkpoint.families import FAMILIES
 from reference_engine.checkpoint.model_config import ModelConfig
-from tests.families.zoo import save
 
 CHECKPOINTS = Path(__file__).parents[4] / "cases" / "checkpoints"
 EMBEDDED = sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))

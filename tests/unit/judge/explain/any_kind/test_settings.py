@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import harness
-
-from .....families.lively import make_lively
-from .....families.tiny_config import tiny_config
+from harness.extensions.faults.zoo.lively import make_lively
+from harness.extensions.faults.zoo.tiny_config import tiny_config
 
 PROMPTS = [list(range(5, 40)), list(range(60, 80))]
 

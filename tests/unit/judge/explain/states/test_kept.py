@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from harness.errors import Code
+from harness.extensions.faults.zoo.models import save
+from harness.extensions.faults.zoo.quiet import quiet
 from harness.results.check import Outcome
-from tests.families.quiet import quiet
 from tests.families.states import FAULTS, SCHEDULES, Faulty, Subject, held
-from tests.families.zoo import save
 
 LENGTHS, NUM_NEW = (13, 9), 5
 

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("harness.extensions.faults", reason="the catalogue of faults is an extension")
 from harness.extensions.faults.experts import mixed, routed, sum_of
 from harness.extensions.faults.fault import Category, Fault, FaultConfig
-from harness.extensions.faults.run import try_fault
+from harness.extensions.faults.trial import try_entry
 
 
 def too_high_in_most_rows(self, logits):
@@ -39,6 +39,6 @@ def test_what_other_rows_contradict_is_no_cause(inject, tap):
     fault = Fault(
         id=".", category=Category.EXPERTS, summary=".", inject=inject, tap=tap, row=None, cause=".", setting=setting
     )
-    (run,) = try_fault(fault).result.runs
+    (run,) = try_entry(fault).result.runs
     assert run.first_divergence.tap == tap
     assert not run.first_divergence.explanation.is_cause, run.first_divergence.explanation

@@ -6,6 +6,7 @@ is constant or designed by HF (norms, biases, sinks, gates) keeps its centre and
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ STEPS = (0.05, 0.5)  # of a scan: the state halves within 1 to 70 tokens
 
 
 @torch.no_grad()
-def make_lively(model: nn.Module, seed: int) -> None:
+def make_lively(model: Any, seed: int) -> None:
     """Give every parameter of a model fresh from its constructor a plausible spread, in place.
 
     Tied parameters stay tied. Buffers stay, but for the biases and tables by which a router chooses experts.
@@ -63,7 +64,7 @@ def fan_in(matrix: torch.Tensor, owner: nn.Module) -> int:
     return matrix.shape[0] if isinstance(owner, Conv1D) else matrix.shape[-1]
 
 
-def tame(model: nn.Module, ids: torch.Tensor) -> None:
+def tame(model: Any, ids: torch.Tensor) -> None:
     """Run the model once and scale down each linear layer whose output is too large, before the next one sees it."""
 
     def scale_down(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:

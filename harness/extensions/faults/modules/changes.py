@@ -213,7 +213,7 @@ def kernel(change: Callable[[Scores], Any] | None = None, *, layer: int | None =
     return plant
 
 
-CACHES = ("past_key_values", "layer_past", "cache_params")
+CACHES = ("cache", "past_key_values", "layer_past", "cache_params")
 
 
 def cache(**methods: Callable[..., Any]) -> Plant:

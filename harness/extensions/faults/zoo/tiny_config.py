@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from .sizes import EXCEPTIONS, MAY_BE_NONE, SIZES
+from harness.extensions.faults.zoo.sizes import EXCEPTIONS, MAY_BE_NONE, SIZES
 
 
 def tiny_config(model_type: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .lively import make_lively
-from .quiet import quiet
-from .tiny_config import tiny_config
+from harness.extensions.faults.zoo.lively import make_lively
+from harness.extensions.faults.zoo.quiet import quiet
+from harness.extensions.faults.zoo.tiny_config import tiny_config
 
 NUM_TOKENS = 48
 
@@ -45,4 +45,5 @@ def tokens(*, seed: int = 1, count: int = NUM_TOKENS) -> torch.Tensor:
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits [T, V] of a forward over ids [1, T] without a cache."""
-    return model(input_ids=ids, use_cache=False).logits[0]
+    result: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return result

@@ -134,8 +134,8 @@ class Layer(nn.Module):
 class StepEngine:
     rewinds = True
 
-    def __init__(self, folder, dtype, wrong=None, style="sdpa", cache_dtype=None):
-        self.wrong, self.style = wrong, style
+    def __init__(self, folder, dtype, wrong=None, style="sdpa", every_row=False):
+        self.wrong, self.style, self.every_row = wrong, style, every_row
         self.cache_dtype = torch.bfloat16 if wrong == "cache-bfloat16" else dtype
         config = json.loads((Path(folder) / "config.json").read_text())
         weights = {
@@ -194,15 +194,14 @@ class StepEngine:
         x = self.table(torch.tensor(ids))
         for layer in self.layers:
             x = layer(x, batch)
-        kept = [row for request_rows in rows for row in request_rows] if self.drafts(work) else [request_rows[-1] for request_rows in rows]
+        kept = (
+            [row for request_rows in rows for row in request_rows]
+            if self.every_row
+            else [request_rows[-1] for request_rows in rows]
+        )
         if self.wrong == "logits-of-the-row-before":
             kept = [max(0, row - 1) for row in kept]
         return self.head(self.last(x)[kept])
-
-    def drafts(self, work):
-        return self.every_row
-
-    every_row = False
 
     def finish(self, request):
         self.free += self.blocks.pop(request, [])

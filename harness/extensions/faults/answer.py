@@ -1,0 +1,51 @@
+"""The contract of a tool: it gets an engine, and says whether that is sound, and if not, where and why."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from harness.extensions.faults.fault import EngineKind
+from harness.extensions.faults.subject import Subject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a tool says of one engine."""
+
+    is_sound: bool
+    operation: str | None = None
+    """The first wrong operation: a path of a module of transformers, or a tap of the harness."""
+    row: tuple[int, int] | None = None
+    """The first wrong row of it: request and position."""
+    cause: str | None = None
+    """The statement about the cause that the tool asserts; None if it asserts none."""
+    error: str | None = None
+    """What the engine raised under the tool."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, for `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Answer":
+        """Return what `as_json` made."""
+        row = fields.get("row")
+        return cls(**{**fields, "row": None if row is None else (int(row[0]), int(row[1]))})
+
+
+class Tool(Protocol):
+    """A tool, or several that share their work."""
+
+    names: tuple[str, ...]
+    """Of the tools; `check` answers for each."""
+    kinds: frozenset[EngineKind]
+    """The engines that it takes."""
+    rules: frozenset[str]
+    """Names of tools that are not run: only their published rule is, on tensors that the harness collected."""
+
+    def check(self, subject: Subject) -> Mapping[str, Answer]:
+        """Return the answers by name.
+
+        Raises:
+            ImportError: the tool is not installed.
+        """

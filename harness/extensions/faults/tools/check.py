@@ -1,0 +1,67 @@
+"""The harness itself: one call for each kind of engine."""
+
+from collections.abc import Mapping
+
+import harness
+from harness.errors import Code, HarnessError
+from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.fault import EngineKind
+from harness.extensions.faults.subject import Subject
+from harness.formats.case import RequestSpec
+from harness.judge.jobs.check import run_check
+from harness.plan import plan_request
+from harness.results.check import CheckResult, Divergence, Finding, Outcome
+
+
+class _Harness:
+    names = ("harness",)
+    kinds = frozenset(EngineKind)
+    rules = frozenset[str]()
+
+    def check(self, subject: Subject) -> Mapping[str, Answer]:
+        """See `Tool.check`."""
+        try:
+            if subject.suite is not None:
+                subject.suite()
+                return {"harness": Answer(is_sound=True)}
+            return {"harness": answer_of(check(subject))}
+        except HarnessError as error:
+            if subject.suite is not None and error.code is not Code.PROPERTY_VIOLATED:
+                raise
+            return {"harness": Answer(is_sound=False, error=str(error))}
+
+
+TOOL = _Harness()
+
+
+def check(subject: Subject) -> CheckResult:
+    """Return the result of the check of an engine.
+
+    Raises:
+        HarnessError: the engine raised, or the check could not be made.
+    """
+    prompts = [list(prompt) for prompt in subject.prompts]
+    if subject.plan is not None:
+        return run_check(subject.plan)
+    if subject.kind is EngineKind.DUMP:
+        requests = [RequestSpec(token_ids=prompt) for prompt in prompts]
+        model, dtype = str(subject.checkpoint), subject.dtype
+        return run_check(plan_request(tensors=subject.engine, model=model, dtype=dtype, requests=requests))
+    return harness.check(
+        subject.engine, model=subject.checkpoint, prompts=prompts, max_new_tokens=subject.max_new_tokens,
+        schedules=[subject.schedule],
+    )  # fmt: skip
+
+
+def answer_of(result: CheckResult) -> Answer:
+    """Return the verdict: the first operation that is wrong, or the first finding about one."""
+    (run,) = result.runs
+    about = (finding for finding in run.findings if finding.tap is not None)
+    first: Divergence | Finding | None = run.first_divergence or next(about, None)
+    if first is None:
+        return Answer(is_sound=result.outcome is Outcome.PASS)
+    said, row = first.explanation, None
+    if first.request is not None and first.position is not None:
+        row = (first.request, first.position)
+    cause = f"{said.cause}; {said.detail}" if said is not None and said.is_cause else None
+    return Answer(is_sound=result.outcome is Outcome.PASS, operation=first.tap, row=row, cause=cause)

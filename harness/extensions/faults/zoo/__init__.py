@@ -1,0 +1,1 @@
+"""Every decoder of transformers as a tiny checkpoint, without a network."""

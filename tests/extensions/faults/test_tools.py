@@ -1,0 +1,129 @@
+"""Tools that fail in every way: each gets a row that says so, and the run goes on."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.benchmark import ANSWERS, Questions, ask_all, sampled
+from harness.extensions.faults.catalogue import FAULTS, VARIANTS, entry_of
+from harness.extensions.faults.score import Rate, grade, score
+from harness.extensions.faults.tools import TOOLS, num_lines, open_tool
+
+ID = "olmo2/kv-heads-tiled"
+TOOL = """
+import os, sys, time
+from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.fault import EngineKind
+
+class Tool:
+    names = ("mine",)
+    kinds = frozenset({EngineKind.MODULE})
+    rules = frozenset()
+
+    def __init__(self, act):
+        self.act = act
+
+    def check(self, subject):
+        self.act(subject)
+        return {"mine": Answer(is_sound=False, operation="model.layers.0.attention", row=(0, 0), cause="heads")}
+
+def missing(subject):
+    import a_package_that_is_not_there
+
+@__import__("torch").no_grad()
+def changes(subject):
+    next(subject.engine.parameters()).mul_(2)
+
+TOOLS = {
+    "hangs": lambda subject: time.sleep(99), "exits": lambda subject: os._exit(3), "missing": missing,
+    "raises": lambda subject: 1 / 0, "prints": lambda subject: print("hello"), "changes": changes,
+    "sound": lambda subject: None,
+}
+globals().update({name: Tool(act) for name, act in TOOLS.items()})
+"""
+
+
+def asked_of(names, *ids, **options):
+    with Questions(**options) as questions:
+        return ask_all(names, [entry_of(id) for id in ids], questions)
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    (tmp_path / "my_tool.py").write_text(TOOL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda name: f"my_tool:{name}"
+    sys.modules.pop("my_tool", None)
+
+
+@pytest.mark.slow
+def test_a_tool_that_fails_has_a_row_and_the_run_goes_on(tools, tmp_path):
+    names = [tools(name) for name in ("hangs", "exits", "missing", "raises", "prints", "changes", "sound")]
+    asked = {item.tool: item for item in asked_of(names, ID, limit_s=40)}
+    problems = {name: asked[tools(name)].problem for name in ("hangs", "exits", "missing", "raises")}
+    assert problems == {
+        "hangs": "no answer within 40 s",
+        "exits": "its process ended",
+        "missing": "not installed: No module named 'a_package_that_is_not_there'",
+        "raises": "ZeroDivisionError: division by zero",
+    }
+    assert asked[tools("prints")].notes == ("wrote to standard output",)
+    assert asked[tools("changes")].notes == ("changed the model",)
+    assert asked[tools("sound")].notes == ()
+    for name in ("prints", "changes", "sound"):
+        assert asked[tools(name)].answers["mine"].row == (0, 0)
+
+
+def test_answers_are_kept_and_a_run_goes_on(tools, tmp_path):
+    first = asked_of([tools("sound")], ID, "wrong-block", out=tmp_path)
+    assert [item.is_refused for item in first] == [False, True]
+    kept = tmp_path / ANSWERS
+    kept.write_text(kept.read_text().splitlines()[0] + '\n{"tool": "cut')
+    Path(tmp_path / "my_tool.py").write_text("raise RuntimeError")  # whoever is asked again cannot answer
+    again = asked_of([tools("sound")], ID, out=tmp_path)
+    assert again[0].answers == first[0].answers
+
+
+def test_a_score_counts_what_is_right():
+    fault = FAULTS[ID]
+    right = Answer(is_sound=False, operation="model.layers.0.attention", row=(0, 0), cause="the heads are tiled")
+    assert grade(fault, right).named
+    elsewhere = Answer(is_sound=False, operation="model.layers.1.mlp.up_proj", row=(0, 0), cause="theta")
+    graded = grade(fault, elsewhere, distance=1)
+    assert (graded.detected, graded.exact, graded.within_one, graded.row) == (True, False, True, False)
+    assert (graded.named, graded.named_wrongly) == (False, True)
+    missed = grade(fault, Answer(is_sound=True))
+    assert not any((missed.detected, missed.exact, missed.row, missed.named, missed.named_wrongly))
+    assert not grade(fault, None, problem="no answer within 1 s").detected
+    assert not grade(fault, Answer(is_sound=False, error="the code with the fault raised")).detected
+
+
+def test_intervals_are_wilsons():
+    low, high = Rate(8, 10).interval
+    assert (round(low, 3), round(high, 3)) == (0.490, 0.943)
+    assert Rate(0, 250).interval[1] == pytest.approx(0.0151, abs=1e-4)
+    assert Rate(0, 0).interval == (0.0, 1.0)
+
+
+def test_a_sample_is_drawn_by_its_seed():
+    entries = list(FAULTS.values())
+    drawn = sampled(entries, 20, 1)
+    assert drawn == sampled(entries, 20, 1) != sampled(entries, 20, 2)
+    assert len(drawn) == 20
+    assert set(map(id, drawn)) < set(map(id, sampled(entries, 40, 1)))
+    assert sampled(entries, None, 1) == sampled(entries, 9999, 1) == entries
+
+
+def test_a_tool_that_takes_no_such_engine_is_not_counted():
+    empty = score("x", [], {**FAULTS, **VARIANTS}, is_rule=False, num_lines=1)
+    assert (empty.rate("detected").total, empty.median_seconds) == (0, 0.0)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_every_adapter_opens_without_its_package(name):
+    tool = open_tool(name)
+    assert tool.names
+    assert tool.rules <= set(tool.names)
+    assert 20 < num_lines(name) < 250
