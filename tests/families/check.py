@@ -22,6 +22,7 @@ from tabulate import tabulate
 from harness.base.environment import environment
 from harness.engines.hf import HFEngine
 from harness.errors import HarnessError
+from harness.extensions.faults.placed import Fault, applicable
 from harness.extensions.faults.zoo.models import build, save, tokens
 from harness.extensions.faults.zoo.quiet import quiet
 from harness.formats.case import RequestSpec
@@ -37,7 +38,6 @@ from harness.plan import Plan, plan_request
 from harness.results.check import Divergence, Outcome, RunResult
 
 from .architectures import architectures, excluded
-from .faults import Fault, applicable
 
 PROMPT_LENGTHS = (40, 17)
 NUM_NEW = 6

@@ -11,12 +11,12 @@ import torch
 from tabulate import tabulate
 from transformers import PreTrainedModel
 
+from harness.extensions.faults.placed import FAULTS, Fault, applicable
 from harness.extensions.faults.zoo.divergence import Difference, Event, first_difference, trace
 from harness.extensions.faults.zoo.models import build, tokens
 
 from .architectures import architectures, excluded
 from .behaviour import HF_FAILS, Behaviour, behaviour
-from .faults import FAULTS, Fault, applicable
 
 Shown = dict[str, list[tuple[Fault, Difference | None]]]
 

@@ -9,15 +9,15 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from harness.extensions.faults.placed import FAULTS, Fault, applicable
+from harness.extensions.faults.placed.attention import without_oldest
+from harness.extensions.faults.placed.plan import set_parameter
 from harness.extensions.faults.zoo.divergence import first_difference, trace, wrong_by_themselves
 from harness.extensions.faults.zoo.models import build, load, logits, save, tokens
 from harness.extensions.faults.zoo.tiny_config import tiny_config
 
 from .architectures import NOT_CAUSAL, architectures, excluded
 from .behaviour import HF_FAILS, LATE, ROUNDING, behaviour, changed, distance
-from .faults import FAULTS, Fault, applicable
-from .faults.attention import without_oldest
-from .faults.plan import set_parameter
 
 MEASURED = "5.23"
 needs_measured_version = pytest.mark.skipif(

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from random import Random
 from typing import Any, TypeVar
 
 from harness.base.files import writing
@@ -53,13 +53,15 @@ class ToolProcess(EngineProcess):
 
 
 def sampled(entries: Sequence[_Entry], number: int | None, seed: int) -> list[_Entry]:
-    """Return so many of the entries, in their order; all of them by default. Larger samples hold the smaller ones."""
+    """Return so many of the entries, in their order; all of them by default.
+
+    Larger samples hold the smaller ones, and entries that are added to a list leave the order of the others.
+    """
     if number is None or number >= len(entries):
         return list(entries)
-    order = list(range(len(entries)))
-    Random(seed).shuffle(order)
-    chosen = set(order[:number])
-    return [entry for at, entry in enumerate(entries) if at in chosen]
+    drawn = sorted(entries, key=lambda entry: sha256(f"{seed}/{entry.id}".encode()).digest())
+    chosen = {entry.id for entry in drawn[:number]}
+    return [entry for entry in entries if entry.id in chosen]
 
 
 class Questions:

@@ -41,6 +41,7 @@ from harness.extensions.faults.modules import (
 from harness.extensions.faults.modules import experts as module_experts
 from harness.extensions.faults.modules import weights as module_weights
 from harness.extensions.faults.modules.declaring import SOUND
+from harness.extensions.faults.servers import served_faults, served_variants
 
 _MODULES = (
     position,
@@ -95,14 +96,18 @@ _OBJECTS = (
     module_attention, rotary, norms, wiring, module_weights, module_experts, states, caches, steps, dumps,
 )  # fmt: skip
 _REFERENCE = [fault for module in _MODULES for fault in module.FAULTS]
-_FAULTS = [*_REFERENCE, *in_16_bits(_REFERENCE), *(fault for module in _OBJECTS for fault in module.FAULTS)]
+_FAULTS = [
+    *_REFERENCE, *in_16_bits(_REFERENCE), *(fault for module in _OBJECTS for fault in module.FAULTS),
+    *served_faults(_REFERENCE),
+]  # fmt: skip
 _QUANTISED = re.compile("(weight|cache)-(int8|fp8|float8)|inputs-q8|int8-weights|cache-clipped|keys-scaled-in-cache")
 FAULTS: Mapping[str, Fault] = {
     fault.id: replace(fault, category=Category.QUANTISED) if _QUANTISED.search(fault.id) else fault for fault in _FAULTS
 }
 _SOUND = (sound_attention, sound_modules, dumps)
 """They add to `SOUND` when they are imported."""
-VARIANTS: Mapping[str, Variant] = {variant.id: variant for variant in (*sound_engines.variants(), *SOUND)}
+_VARIANTS = [*sound_engines.variants(), *SOUND]
+VARIANTS: Mapping[str, Variant] = {variant.id: variant for variant in (*_VARIANTS, *served_variants(_VARIANTS))}
 
 
 def entry_of(id: str) -> Fault | Variant:

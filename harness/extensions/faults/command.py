@@ -40,7 +40,7 @@ def faults(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KIND", help="Run only engines of this kind: reference, module, step or dump. Repeatable."
+            metavar="KIND", help="Run only engines of this kind: reference, module, step, dump or server. Repeatable."
         ),
     ] = None,
     sample: Annotated[

@@ -59,6 +59,11 @@ class EngineKind(StrEnum):
     """An engine of steps without any name of HuggingFace's."""
     DUMP = "dump"
     """A folder of tensors that a module left in one prefill."""
+    SERVER = "server"
+    """The reference engine behind HTTP: it shows tokens and log probabilities alone."""
+
+
+_OF_REFERENCE = (EngineKind.REFERENCE, EngineKind.SERVER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +121,7 @@ class Fault:
         """Return whether an operation is where the fault begins."""
         if operation is None or self.tap is None:
             return False
-        matches = re.fullmatch if self.engine is EngineKind.REFERENCE else re.search
+        matches = re.fullmatch if self.engine in _OF_REFERENCE else re.search
         return matches(self.tap, operation) is not None
 
     def is_row(self, row: tuple[int | None, int | None] | None) -> bool:
@@ -126,7 +131,7 @@ class Fault:
 
     def is_cause(self, statement: str) -> bool:
         """Return whether a statement about the cause is true."""
-        flags = 0 if self.engine is EngineKind.REFERENCE else re.IGNORECASE
+        flags = 0 if self.engine in _OF_REFERENCE else re.IGNORECASE
         return re.search(self.cause, statement, flags) is not None
 
 

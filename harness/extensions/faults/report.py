@@ -6,7 +6,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from harness.extensions.faults.fault import Category, EngineKind
 from harness.extensions.faults.score import Alarm, Grade, Rate, Score
 
 RATES = ("detected", "exact", "within_one", "row", "named", "named_wrongly")
@@ -82,8 +81,8 @@ def as_text(result: Benchmark, *, tablefmt: str = "simple") -> str:
     first = result.scores[0]
     parts = [
         _tools(result.scores, tablefmt),
-        "Operation right, by kind of mistake:\n\n" + _by(result.scores, Category, lambda g: g.fault.category, tablefmt),
-        "Operation right, by kind of engine:\n\n" + _by(result.scores, EngineKind, lambda g: g.fault.engine, tablefmt),
+        "Operation right, by kind of mistake:\n\n" + _by(result.scores, _kind_of, tablefmt),
+        "Operation right, by kind of engine:\n\n" + _by(result.scores, lambda grade: str(grade.fault.engine), tablefmt),
         f"What {first.tool} has wrong:\n\n" + _wrong(first, tablefmt),
     ]
     notes = [f"- {score.tool}: {text}, {count} times" for score in result.scores for text, count in score.notes.items()]
@@ -125,13 +124,18 @@ def _shown(rate: Rate) -> str:
     return f"{rate.count}/{rate.total} ({100 * low:.0f}-{100 * high:.0f} %)" if rate.total else "-"
 
 
-def _by(scores: Sequence[Score], groups: Iterable[Any], group_of: Callable[[Grade], object], tablefmt: str) -> str:
+def _kind_of(grade: Grade) -> str:
+    """Return the kind of a mistake; of a drawn one, how it was drawn."""
+    fault = grade.fault
+    return fault.summary.partition(":")[0] if fault.id.startswith("drawn/") else str(fault.category)
+
+
+def _by(scores: Sequence[Score], group_of: Callable[[Grade], str], tablefmt: str) -> str:
     rows = []
-    for group in groups:
-        grades = [[grade for grade in score.grades if group_of(grade) is group] for score in scores]
-        if any(grades):
-            cells = [f"{sum(grade.exact for grade in part)}/{len(part)}" if part else "-" for part in grades]
-            rows.append([str(group), *cells])
+    for group in sorted({group_of(grade) for score in scores for grade in score.grades}):
+        grades = [[grade for grade in score.grades if group_of(grade) == group] for score in scores]
+        cells = [f"{sum(grade.exact for grade in part)}/{len(part)}" if part else "-" for part in grades]
+        rows.append([group, *cells])
     headers = ["", *(score.tool for score in scores)]
     return tabulate(rows, headers=headers, tablefmt=tablefmt, disable_numparse=True)
 

@@ -31,8 +31,8 @@ class Subject:
 
     kind: EngineKind
     engine: Any
-    """A model object of transformers, an object with a method `step`, or a folder of tensors; None for the reference
-    engine, which `plan` opens."""
+    """A model object of transformers, an object with a method `step`, a folder of tensors, or the URL of a server; None
+    for the reference engine, which `plan` opens."""
     checkpoint: Path
     """The folder of the checkpoint that the engine should compute."""
     dtype: str
@@ -56,6 +56,12 @@ def opened(entry: Fault | Variant, *, seed: int = 0, device: str = "cpu") -> Ite
         device: of the reference engine.
     """
     setting = entry.setting
+    if entry.engine is EngineKind.SERVER:
+        from harness.extensions.faults.servers import serving
+
+        with checkpoint(setting) as folder, _injected(entry) as planted, serving(folder, setting.dtype) as url:
+            yield _subject(entry, url, folder, random_prompts(seed)), planted
+        return
     if entry.engine is EngineKind.REFERENCE:
         with checkpoint(setting) as folder, _injected(entry) as planted:
             name = entry.engine_name if isinstance(entry, Variant) else "reference"

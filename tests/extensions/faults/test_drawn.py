@@ -17,7 +17,7 @@ from harness.extensions.faults.zoo.quiet import quiet
 @pytest.fixture(scope="module")
 def faults():
     with quiet():
-        return [draw(3, index) for index in range(4)]
+        return [draw(3, index) for index in range(5)]
 
 
 def test_every_kind_is_drawn_and_an_id_makes_the_same_fault_again(faults):

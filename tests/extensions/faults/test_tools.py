@@ -9,6 +9,7 @@ from harness.extensions.faults.answer import Answer
 from harness.extensions.faults.benchmark import ANSWERS, Questions, ask_all, sampled
 from harness.extensions.faults.catalogue import FAULTS, VARIANTS, entry_of
 from harness.extensions.faults.score import Rate, grade, score
+from harness.extensions.faults.subject import opened
 from harness.extensions.faults.tools import TOOLS, num_lines, open_tool
 
 ID = "olmo2/kv-heads-tiled"
@@ -86,6 +87,19 @@ def test_answers_are_kept_and_a_run_goes_on(tools, tmp_path):
     assert again[0].answers == first[0].answers
 
 
+def test_a_served_fault_is_detected_and_a_sound_server_passes():
+    pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    tool = open_tool("harness")
+    for id, is_sound in (
+        ("server/logits-of-the-row-before", False),
+        ("server/blocks-permuted/llama-tiny/float32", True),
+    ):
+        with opened(entry_of(id)) as (subject, _):
+            answer = tool.check(subject)["harness"]
+        assert (answer.is_sound, answer.error) == (is_sound, None)
+
+
 def test_a_score_counts_what_is_right():
     fault = FAULTS[ID]
     right = Answer(is_sound=False, operation="model.layers.0.attention", row=(0, 0), cause="the heads are tiled")
@@ -112,7 +126,9 @@ def test_a_sample_is_drawn_by_its_seed():
     drawn = sampled(entries, 20, 1)
     assert drawn == sampled(entries, 20, 1) != sampled(entries, 20, 2)
     assert len(drawn) == 20
-    assert set(map(id, drawn)) < set(map(id, sampled(entries, 40, 1)))
+    assert {entry.id for entry in drawn} < {entry.id for entry in sampled(entries, 40, 1)}
+    kept = [entry for entry in entries if entry not in drawn[:1]]
+    assert sampled(kept, 19, 1) == drawn[1:]
     assert sampled(entries, None, 1) == sampled(entries, 9999, 1) == entries
 
 

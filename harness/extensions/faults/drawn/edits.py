@@ -17,8 +17,8 @@ _EXCHANGED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-Edit = tuple[str, Callable[[nn.Module], None]]
-"""In words, and what edits a model object."""
+Edit = tuple[str, Callable[[nn.Module], None], str | None]
+"""In words; what edits a model object; and the pattern of what is true of the cause, None if nobody declared it."""
 
 
 def edit(model: nn.Module, random: Random) -> Edit | None:
@@ -48,7 +48,7 @@ def edit(model: nn.Module, random: Random) -> Edit | None:
             if type(module) is kind:
                 module.forward = types.MethodType(whole, module)
 
-    return f"{kind.__name__}.{name}: {words}", plant
+    return f"{kind.__name__}.{name}: {words}", plant, None
 
 
 def _is_of_file(value: object, kind: type) -> bool:

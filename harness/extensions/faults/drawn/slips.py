@@ -9,6 +9,7 @@ from torch import nn
 
 from harness.extensions.faults.drawn.edits import Edit
 from harness.extensions.faults.modules.changes import cache, weight
+from harness.extensions.faults.placed import FAULTS, IN_DECODE, TRUTHS
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu", "sigmoid")
 _FIXED = (
@@ -43,7 +44,7 @@ def config_field(model: nn.Module, random: Random) -> Edit | None:
             setattr(target, child, module)
         target.config = changed
 
-    return f"config.{name}: {fields[name]!r} becomes {value!r}", plant
+    return f"config.{name}: {fields[name]!r} becomes {value!r}", plant, None
 
 
 def _others(value: Any) -> list[Any]:
@@ -78,7 +79,7 @@ def cache_rows(model: nn.Module, random: Random) -> Edit | None:
         return inner(k, slipped(v) if which in ("values", "both") else v, *rest, **named)
 
     when = "in decode" if decode_only else "always"
-    return f"cache: {which}, {words} (place {place}), {when}", cache(update=update)
+    return f"cache: {which}, {words} (place {place}), {when}", cache(update=update), None
 
 
 def _replaced(x: torch.Tensor, place: int, rows: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -114,8 +115,8 @@ def one_weight(model: nn.Module, random: Random) -> Edit | None:
         if twin == name:
             return None
         values = dict(model.named_parameters())[twin].detach().clone()
-        return f"{name}: the weights of {twin}", weight(name, lambda x: values.to(x))
-    return f"{name}: {words} (row {row})", weight(name, lambda x: change(x, row))
+        return f"{name}: the weights of {twin}", weight(name, lambda x: values.to(x)), None
+    return f"{name}: {words} (row {row})", weight(name, lambda x: change(x, row)), None
 
 
 def _row(x: torch.Tensor, row: int, factor: float) -> torch.Tensor:
@@ -135,3 +136,14 @@ _WEIGHTS: list[tuple[str, Callable[[torch.Tensor, int], torch.Tensor]]] = [
     ("rounded to float8", lambda x, row: x.to(torch.float8_e4m3fn).to(x.dtype)),
     ("those of", lambda x, row: x),
 ]
+
+
+def known_mistake(model: nn.Module, random: Random) -> Edit | None:
+    """Return a mistake that engine writers make, at a drawn place of those where it can be made."""
+    kinds = {**FAULTS, **IN_DECODE}
+    name = random.choice(sorted(kinds))
+    plans = kinds[name](model)
+    if not plans:
+        return None
+    at = random.randrange(len(plans))
+    return f"{name}, place {at}", lambda target: kinds[name](target)[at].inject(), TRUTHS[name]

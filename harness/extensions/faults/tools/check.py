@@ -1,13 +1,16 @@
 """The harness itself: one call for each kind of engine."""
 
 from collections.abc import Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 
 import harness
-from harness.errors import Code, HarnessError
+from harness.errors import Code, ExitStatus, HarnessError
 from harness.extensions.faults.answer import Answer
 from harness.extensions.faults.fault import EngineKind
 from harness.extensions.faults.subject import Subject
 from harness.formats.case import RequestSpec
+from harness.formats.taps import LOGITS
 from harness.judge.jobs.check import run_check
 from harness.plan import plan_request
 from harness.results.check import CheckResult, Divergence, Finding, Outcome
@@ -24,6 +27,8 @@ class _Harness:
             if subject.suite is not None:
                 subject.suite()
                 return {"harness": Answer(is_sound=True)}
+            if subject.kind is EngineKind.SERVER:
+                return {"harness": served(subject)}
             return {"harness": answer_of(check(subject))}
         except HarnessError as error:
             if subject.suite is not None and error.code is not Code.PROPERTY_VIOLATED:
@@ -51,6 +56,20 @@ def check(subject: Subject) -> CheckResult:
         subject.engine, model=subject.checkpoint, prompts=prompts, max_new_tokens=subject.max_new_tokens,
         schedules=[subject.schedule],
     )  # fmt: skip
+
+
+def served(subject: Subject) -> Answer:
+    """Return the verdict of `harness server check`: a server shows no operation before its logits."""
+    from harness.cli.main import run
+
+    prompts = [("--token-ids", ",".join(map(str, prompt))) for prompt in subject.prompts]
+    options = ["--endpoint", subject.engine, "--model", str(subject.checkpoint), "--dtype", subject.dtype]
+    options += ["--max-new-tokens", str(subject.max_new_tokens), "--again", "0", "--format", "json"]
+    with redirect_stdout(StringIO()) as text:
+        status = run(["server", "check", *options, *(word for pair in prompts for word in pair)])
+    if status not in (ExitStatus.PASS, ExitStatus.MISMATCH):
+        return Answer(is_sound=False, error=text.getvalue() or f"exit status {status}")
+    return Answer(is_sound=status == ExitStatus.PASS, operation=None if status == ExitStatus.PASS else LOGITS)
 
 
 def answer_of(result: CheckResult) -> Answer:

@@ -51,7 +51,7 @@ CLOSE, TOKENS = "assert_close", "greedy tokens"
 
 class _Hooks:
     names = (CLOSE, *RULES, TOKENS)
-    kinds = frozenset(EngineKind)
+    kinds = frozenset(EngineKind) - {EngineKind.SERVER}
     rules = frozenset({"SGLang's comparator", "msprobe's rule", "Polygraphy"})
 
     def check(self, subject: Subject) -> Mapping[str, Answer]:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from harness.extensions.faults.placed import attention, experts, multipliers, states, weights
+from harness.extensions.faults.placed.plan import Plan
 from harness.extensions.faults.zoo.divergence import Event, first_difference, innermost_called, trace
 from harness.extensions.faults.zoo.models import logits, tokens
-
-from . import attention, experts, multipliers, weights
-from .plan import Plan
 
 FAULTS: dict[str, Callable[[nn.Module], list[Plan]]] = {
     "attention_scale": attention.scale,
@@ -41,6 +40,35 @@ FAULTS: dict[str, Callable[[nn.Module], list[Plan]]] = {
     "logits_softcap": multipliers.logits_cap,
 }
 """By name, a function that returns the places of a model where the fault may be planted, the best first."""
+IN_DECODE: dict[str, Callable[[nn.Module], list[Plan]]] = {
+    "state_forgotten": states.forgotten,
+    "state_frozen": states.frozen,
+}
+"""Those that show in decode alone."""
+TRUTHS = {
+    "attention_scale": r"softmax scale is|gain",
+    "attention_softcap": r"soft cap",
+    "attention_window": r"window",
+    "attention_sinks": r"sink",
+    "query_heads": r"another order|heads",
+    "rope_theta": r"theta|frequencies are off",
+    "norm_eps": r"eps",
+    "norm_weight": r"weight is that of|weight",
+    "linear_from_elsewhere": r"weights? (are|is)|without its bias|outputs are those|none of|not quite",
+    "bias_dropped": r"bias",
+    "gate_and_up": r"weights are those of|swapped|wrong order",
+    "state_decay": r"A_log|decay|is scaled by 1.1|gain",
+    "experts_swapped": r"swapped|computed with the weights of expert",
+    "router_top_k": r"wrong top-k",
+    "routed_scaling": r"scaling factor|gain|normalised to a sum of one after",
+    "embedding_multiplier": r"gain|scaled|output is that of",
+    "residual_multiplier": r"factor|gain",
+    "logits_multiplier": r"gain|output is that of",
+    "logits_softcap": r"output is that of|cap",
+    "state_forgotten": r"state is not carried from one step",
+    "state_frozen": r"state is not updated in decode",
+}
+"""What may be said of the cause of each: what was done, or what gives the same numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .plan import Plan, places, set_parameter
+from harness.extensions.faults.placed.plan import Plan, places, set_parameter
 
 COUNTS = ("num_experts", "num_routed_experts")
 

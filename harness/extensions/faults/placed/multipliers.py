@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .plan import Plan, number_in, places, set_number
+from harness.extensions.faults.placed.plan import Plan, number_in, places, set_number
 
 EMBEDDING = ("embedding_multiplier", "embed_scale", "embedding_scale", "normalizer", "scale_emb")
 RESIDUAL = ("residual_multiplier", "residual_scale")

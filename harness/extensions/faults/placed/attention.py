@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .plan import Plan, number_in, places, set_number, set_parameter
+from harness.extensions.faults.placed.plan import Plan, number_in, places, set_number, set_parameter
 
 SCALES = ("scaling", "softmax_scale", "scale_attn", "inv_norm_factor", "norm_factor")
 SOFTCAPS = ("attn_logit_softcapping",)

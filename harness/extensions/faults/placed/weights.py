@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .plan import Plan, from_the_middle, number_in, places, set_number, set_parameter
+from harness.extensions.faults.placed.plan import Plan, from_the_middle, number_in, places, set_number, set_parameter
 
 EPSILONS = ("variance_epsilon", "eps", "norm_eps")
 DECAYS = ("A_log", "time_decay", "recurrent_param")
