@@ -246,6 +246,11 @@ class FolderEngine:
             yield f"{len(finer)} of the tensors have more digits than {name}: {advice}"
         for name in self._other_logits():
             yield f"not judged: {name} is as wide as the vocabulary, too, and holds other values than the judged logits"
+        others = list(self._others_of_the_name())
+        for told in others[:_MOST_SHOWN]:
+            yield f"not judged: {told}, and holds other values"
+        if others[_MOST_SHOWN:]:
+            yield f"not judged: {len(others) - _MOST_SHOWN} more tensors of a tap's name that hold other values"
         if files.left_out:
             more = f"; and {len(files.left_out) - _MOST_SHOWN} more" if len(files.left_out) > _MOST_SHOWN else ""
             yield f"left out: {'; '.join(files.left_out[:_MOST_SHOWN])}{more}"
@@ -260,6 +265,17 @@ class FolderEngine:
                 is_as_wide = table.name != name and table.rows.shape[1] == len(taken)
                 if is_as_wide and not torch.equal(table.rows[-1].to(taken.dtype), taken):
                     yield table.name
+
+    def _others_of_the_name(self) -> Iterator[str]:
+        """Yield, as text, tensors with the name of a tap that was taken from another tensor, which is not equal."""
+        assert self._finder is not None
+        taps = self._finder.chosen
+        for table in self._finder.tables:
+            tap = table.name.rpartition(": ")[2]
+            if tap in taps and table.name != self._finder.name(tap):
+                taken = self._finder.rows(tap)
+                if table.rows.shape == taken.shape and not torch.equal(table.rows.to(taken.dtype), taken):
+                    yield f"{table.name} has the name of a tap that was taken from {self._source(tap).tensor}"
 
     def _is_finer(self, rows: torch.Tensor) -> bool:
         return self._in_dtype(rows).dtype is not self._dtype and rows.dtype.itemsize > self._dtype.itemsize

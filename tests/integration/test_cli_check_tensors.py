@@ -47,6 +47,17 @@ def qwen2(checkpoints):
     return checkpoints / "qwen2-tiny"
 
 
+def test_other_values_under_the_name_of_a_tap_are_said(check, qwen2, folder):
+    """A sound copy under another name serves the tap; whatever the engine goes on with may be the other."""
+    tensors, name = dump(qwen2), "model.layers.1.mlp.down_proj"
+    torch.save(tensors | {name: 1.3 * tensors[name], "debug": tensors[name]}, folder / "dump.pt")
+    ran = check("--dtype", "float32", "--format", "json")
+    assert ran.status == 0, ran.out + ran.err
+    told = f"not judged: dump.pt: {name} has the name of a tap that was taken from dump.pt: "
+    (note,) = [note for note in ran.json["notes"] if note.startswith(told)]
+    assert note.endswith("and holds other values")
+
+
 def test_one_file_of_a_step_as_sglang_writes_it(check, qwen2, folder):
     """One .pt a forward pass, in a folder of the rank; the logits of the last token stand in the next pass's."""
     (folder / "TP0_PP0_Rank0_pid77").mkdir()

@@ -1,4 +1,4 @@
-"""What config and tokenizer of two checkpoints differ in: the same tensors compute something else with them."""
+"""What the settings of two checkpoints differ in: the same tensors compute something else, or end elsewhere."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,6 +18,7 @@ _FREE = {
         "transformers_version",
         "use_cache",
     ),
+    "generation_config.json": ("_from_model_config", "transformers_version"),
     "tokenizer.json": ("padding", "truncation", "version"),
 }
 """By file: fields that say nothing of what is computed, or what the tensors themselves say."""

@@ -195,6 +195,8 @@ def test_nan_on_both_sides_is_a_difference():
         ("config.json", {"_name_or_path": "x", "use_cache": False}, None),
         ("tokenizer.json", {"normalizer": {"type": "Lowercase"}}, "tokenizer.json: normalizer"),
         ("tokenizer.json", {"truncation": {"max_length": 9}}, None),
+        ("generation_config.json", {"eos_token_id": 77}, "generation_config.json: eos_token_id"),
+        ("generation_config.json", {"transformers_version": "4.0"}, None),
     ],
 )
 def test_other_settings_are_a_difference(tmp_path, file, change, says):
