@@ -11,8 +11,9 @@ import os
 import reprlib
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeGuard
 
@@ -59,7 +60,7 @@ class TensorEntry:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """Layout of one safetensors file."""
 
@@ -73,13 +74,18 @@ class Header:
     """The offset of the data section in the file."""
     file_bytes: int
 
-    def by_name(self) -> dict[str, TensorEntry]:
-        """Return the tensors by name."""
+    @cached_property
+    def by_name(self) -> Mapping[str, TensorEntry]:
+        """The tensors by name."""
         return {entry.name: entry for entry in self.tensors}
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
+def read_header(path: str | os.PathLike[str], known: dict[bytes, Header] | None = None) -> Header:
     """Read and check the header of the safetensors file at `path`.
+
+    Args:
+        path: of the file.
+        known: headers by their text; a file of the same text and size gets the same header, any other is added.
 
     Raises:
         HarnessError: DAMAGED_SAFETENSORS, with the numbers that do not fit.
@@ -95,15 +101,21 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         _damaged(path, f"the file cannot be read: {error.strerror}")
     except ValueError:  # a NUL in the path
         _damaged(path, "the path is not a file's")
+    same = None if known is None else known.get(text)
+    if same is not None and same.file_bytes == file_bytes:
+        return same
     metadata, tensors = _parse(path, text)
     _check_coverage(path, tensors, file_bytes - LENGTH_BYTES - len(text))
-    return Header(
+    header = Header(
         header_bytes=len(text),
         metadata=metadata,
         tensors=tuple(tensors),
         data_offset=LENGTH_BYTES + len(text),
         file_bytes=file_bytes,
     )
+    if known is not None:
+        known[text] = header
+    return header
 
 
 def _read_json(path: Path, file: BinaryIO, file_bytes: int) -> bytes:

@@ -28,6 +28,17 @@ class StepRules:
     def __init__(self, manifest: Manifest) -> None:
         self._taps = {tap.name: (tap.dtype, tuple(tap.shape)) for tap in manifest.taps}
         self._tokens = RequestLengths(manifest.requests)
+        self._headers = dict[bytes, Header]()
+        self._checked = dict[tuple[int, int], tuple[Mapping[str, TensorEntry], list[str]]]()
+        """Headers' tensors, by their `id` and the number of rows, and which of them are indices."""
+
+    def header(self, path: Path, entry: StepEntry) -> Header:
+        """Return the header of a step file, the same object for steps alike.
+
+        Raises:
+            HarnessError: STEP_MALFORMED or STEP_TRUNCATED.
+        """
+        return read_step_header(path, entry, self._headers)
 
     def check(self, path: Path, entry: StepEntry, tensors: Mapping[str, TensorEntry], read: _Read) -> None:
         """Check the step file at `path`, whose tensors `read` maps.
@@ -35,11 +46,14 @@ class StepRules:
         Raises:
             HarnessError: STEP_MALFORMED, naming the tensor and the values.
         """
-        self._check_layout(path, entry.num_rows, tensors)
+        key = (id(tensors), entry.num_rows)
+        if key not in self._checked:
+            self._check_layout(path, entry.num_rows, tensors)
+            indices = [name for name in tensors if name.startswith(PARTIAL) or name == AMBIGUOUS]
+            self._checked[key] = (tensors, indices)
         self._check_rows(path, read("rows.request"), read("rows.position"))
-        for name in tensors:
-            if name.startswith(PARTIAL) or name == AMBIGUOUS:
-                _check_indices(f"{path}: {name}", read(name), entry.num_rows)
+        for name in self._checked[key][1]:
+            _check_indices(f"{path}: {name}", read(name), entry.num_rows)
         for name in ("rows.sampled", "kv.slot_mapping", "kv.block_table"):
             if name in tensors and (read(name) < -1).any():
                 malformed(f"{path}: {name}", "a value is below -1", actual=int(read(name).min()))
@@ -149,10 +163,10 @@ def truncated(path: Path, entry: StepEntry, num_bytes: int) -> HarnessError:
     )
 
 
-def read_step_header(path: Path, entry: StepEntry) -> Header:
-    """Return the header of a step file; raises STEP_MALFORMED or STEP_TRUNCATED."""
+def read_step_header(path: Path, entry: StepEntry, known: dict[bytes, Header]) -> Header:
+    """Return the header of a step file, one of the `known` if it has that; raises STEP_MALFORMED or STEP_TRUNCATED."""
     try:
-        header = read_header(path)
+        header = read_header(path, known)
     except HarnessError as error:
         raise HarnessError(
             Code.STEP_MALFORMED,

@@ -9,9 +9,10 @@ import hashlib
 import os
 import stat
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +22,7 @@ import torch
 
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint.bound import Hold, hold
-from harness.formats.recording.check import PARTIAL, StepRules, check_digest, check_file, read_step_header, truncated
+from harness.formats.recording.check import PARTIAL, StepRules, check_digest, check_file, truncated
 from harness.formats.recording.format import DTYPES, MANIFEST_NAME
 from harness.formats.recording.manifest import (
     RESERVED_PREFIXES,
@@ -103,6 +104,9 @@ class Recording:
         small = _small_files(manifest.steps)
         steps = [Step(path, entry, rules, is_kept=entry.index in small) for entry in manifest.steps]
         for step in steps:
+            step.read_header()
+        _share_content(steps)
+        for step in steps:
             step.check()
         recording = cls(path, manifest, steps, manifest_sha256=digest)
         recording._hold = held
@@ -120,6 +124,29 @@ class Recording:
             self.close()
         else:
             self._cancel_digests()
+
+    def rows(self, name: str, steps: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return rows of a tap, [n, ...], by the index of their step and their place in the tap there, [n] int64.
+
+        Raises:
+            KeyError: one of the steps has no such tap.
+            HarnessError: STEP_ALTERED.
+        """
+        groups = self._groups[steps]
+        where = [(groups == group).nonzero()[:, 0] for group in groups.unique()]
+        parts = [self.steps[int(steps[at[0]])].rows(name, self._places[steps[at]], places[at]) for at in where]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(where).argsort()]
+
+    @cached_property
+    def _groups(self) -> torch.Tensor:
+        """[steps] int64: a number that steps share whose content is kept side by side."""
+        kept = [step.index if step.kept is None else step.kept.steps[0].index for step in self.steps]
+        return torch.tensor(kept)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """[steps] int64: which of the steps whose content is kept side by side a step is."""
+        return torch.tensor([step.place for step in self.steps])
 
     @property
     def unverified(self) -> tuple[str, ...]:
@@ -172,15 +199,18 @@ class Step:
 
     def __init__(self, folder: Path, entry: StepEntry, rules: StepRules, *, is_kept: bool = False) -> None:
         """Use `Recording.steps`."""
-        self._is_kept = is_kept
-        self._content: bytearray | None = None
+        self.is_kept = is_kept
+        self.kept: _Kept | None = None
+        """The content of the file beside that of steps alike, if it is kept."""
+        self.place = 0
+        """Which of these steps it is."""
         self.path = folder / entry.file
         self.entry = entry
         self.digest: Future[None] | None = None
         self.names: Mapping[str, str] = {}
         """Stored name of each tap by the name under which it is shown; empty if they are the same."""
         self._rules = rules
-        self._checked_layout: dict[str, TensorEntry] | None = None
+        self._layout: Mapping[str, TensorEntry] = {}
         self._data_offset = 0
         self._indices: dict[str, torch.Tensor] = {}
 
@@ -231,7 +261,7 @@ class Step:
     @property
     def tap_names(self) -> list[str]:
         """Taps of this step, in the order in which they were written."""
-        stored = [name for name in self._layout() if not name.startswith(RESERVED_PREFIXES)]
+        stored = [name for name in self._layout if not name.startswith(RESERVED_PREFIXES)]
         if not self.names:
             return stored
         shown = {stored: name for name, stored in self.names.items()}
@@ -239,7 +269,7 @@ class Step:
 
     def has(self, name: str) -> bool:
         """Whether this step holds the tap `name`."""
-        return self._stored(name) in self._layout() and not name.startswith(RESERVED_PREFIXES)
+        return self._stored(name) in self._layout and not name.startswith(RESERVED_PREFIXES)
 
     def _stored(self, name: str) -> str:
         return self.names.get(name, "") if self.names else name
@@ -254,27 +284,63 @@ class Step:
         if name.startswith(RESERVED_PREFIXES):
             raise KeyError(name)
         self.raise_if_altered()
-        entry = self._layout()[self._stored(name)]
-        if self._is_kept and self._content is None:
-            self._content = _read_file(self.path, self.entry)
-        return self._read(entry, self._content)
+        return self._tensor(self._layout[self._stored(name)])
+
+    def rows(self, name: str, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of the tap in this step and those that are kept beside it, [n, ...].
+
+        `places` are the places of their steps there, and `rows` those of the rows in the tap of their step.
+        """
+        if self.kept is None:
+            return self.tap(name)[rows]
+        for step in self.kept.steps:
+            step.raise_if_altered()
+        tensor = self._layout[self._stored(name)]
+        every = self.kept.tensor(tensor, self._data_offset, 0, len(self.kept.steps))
+        return every[places * tensor.shape[0] + rows]
 
     def rows_of(self, name: str) -> torch.Tensor | None:
         """Return which of the step's rows the tap covers, int64[its rows]; None for all of them."""
         return self._optional(PARTIAL + self._stored(name))
+
+    def is_whole(self, name: str) -> bool:
+        """Whether the tap covers all of the step's rows."""
+        return PARTIAL + self._stored(name) not in self._layout
 
     def num_rows_of(self, name: str) -> int:
         """Return how many of the step's rows the tap covers."""
         covered = self.rows_of(name)
         return self.entry.num_rows if covered is None else len(covered)
 
-    def check(self) -> None:
-        """Check the file against the manifest, but for its digest.
+    def read_header(self) -> None:
+        """Read the file's header, and check it against the size of the file and the manifest's.
 
         Raises:
             HarnessError: STEP_MISSING, STEP_TRUNCATED or STEP_MALFORMED.
         """
-        self._layout()
+        check_file(self.path, self.entry)
+        with self._altered_first():
+            header = self._rules.header(self.path, self.entry)
+        self._data_offset, self._layout = header.data_offset, header.by_name
+
+    def check(self) -> None:
+        """Check the tensors against the manifest, but for the file's digest.
+
+        Raises:
+            HarnessError: STEP_MALFORMED.
+        """
+        with self._altered_first():
+            self._rules.check(self.path, self.entry, self._layout, self._index)
+
+    @contextmanager
+    def _altered_first(self) -> Iterator[None]:
+        """If a file is not as it was recorded, say that instead of what is wrong in it."""
+        try:
+            yield
+        except HarnessError:
+            if self.entry.sha256 is not None:
+                check_digest(self.path, self.entry.sha256)
+            raise
 
     def raise_if_altered(self, *, wait: bool = False) -> None:
         """Raise STEP_ALTERED if the digest is known to be wrong, or with `wait` as soon as it is known."""
@@ -287,42 +353,27 @@ class Step:
             self.digest.result()
 
     def _optional(self, name: str) -> torch.Tensor | None:
-        return self._index(name) if name in self._layout() else None
+        return self._index(name) if name in self._layout else None
 
     def _index(self, name: str) -> torch.Tensor:
-        return self._read_index(self._layout(), name)
-
-    def _read_index(self, tensors: Mapping[str, TensorEntry], name: str) -> torch.Tensor:
         """Return an index tensor; they are small and asked for often, so what was checked stays."""
         if name not in self._indices:
-            self._indices[name] = self._read(tensors[name])
+            self._indices[name] = self._tensor(self._layout[name])
         return self._indices[name]
 
-    def _layout(self) -> Mapping[str, TensorEntry]:
-        """Return the header's entries by tensor name. The first call reads and checks them."""
-        if self._checked_layout is None:
-            check_file(self.path, self.entry)
-            try:
-                header = read_step_header(self.path, self.entry)
-                self._data_offset, tensors = header.data_offset, header.by_name()
-                self._rules.check(self.path, self.entry, tensors, partial(self._read_index, tensors))
-            except HarnessError:
-                if self.entry.sha256 is not None:
-                    check_digest(self.path, self.entry.sha256)  # if the file was altered, that is what to say
-                raise
-            self._checked_layout = tensors
-        return self._checked_layout
+    @property
+    def layout(self) -> int:
+        """A number that is equal for steps of a recording with the same tensors in the same places."""
+        return id(self._layout)
 
-    def _read(self, tensor: TensorEntry, content: bytearray | None = None) -> torch.Tensor:
-        """Return a tensor of the file: read if it is small, else a private mapping that goes when the tensor does.
+    def _tensor(self, tensor: TensorEntry) -> torch.Tensor:
+        return self._read(tensor) if self.kept is None else self.kept.tensor(tensor, self._data_offset, self.place)
 
-        `content` is that of the whole file, where it is kept.
-        """
+    def _read(self, tensor: TensorEntry) -> torch.Tensor:
+        """Return a tensor of the file: read if it is small, else a private mapping that goes when the tensor does."""
         dtype, begin = TORCH_DTYPES[tensor.dtype], self._data_offset + tensor.begin
         if not tensor.num_bytes:
             return torch.empty(tensor.shape, dtype=dtype)
-        if content is not None and not begin % dtype.itemsize:
-            return torch.frombuffer(content, dtype=dtype, count=tensor.num_elements, offset=begin).view(tensor.shape)
         try:
             with self.path.open("rb", buffering=0) as file:
                 if (size := os.fstat(file.fileno()).st_size) != self.entry.num_bytes:
@@ -337,6 +388,38 @@ class Step:
         except (OSError, ValueError) as error:  # a mapping raises ValueError beyond the end of the file
             raise _unreadable(self.path, error) from None
         return torch.from_numpy(data).view(dtype).view(tensor.shape)
+
+
+class _Kept:
+    """The content of small step files with the same layout, read at once: a tap of all of them is one tensor."""
+
+    def __init__(self) -> None:
+        self.steps = list[Step]()
+
+    @cached_property
+    def _content(self) -> torch.Tensor:
+        """[steps, bytes] uint8."""
+        content = bytearray().join(_read_file(step.path, step.entry) for step in self.steps)
+        return torch.frombuffer(content, dtype=torch.uint8).view(len(self.steps), -1)
+
+    def tensor(self, tensor: TensorEntry, data_offset: int, place: int, count: int = 1) -> torch.Tensor:
+        """Return a tensor of some of the files, from the one at `place` on, one after the other: [rows, ...]."""
+        begin, dtype = data_offset + tensor.begin, TORCH_DTYPES[tensor.dtype]
+        part = self._content[place : place + count, begin : begin + tensor.num_bytes]
+        part = part.reshape(-1)
+        if part.storage_offset() % dtype.itemsize:
+            part = part.clone()
+        return part.view(dtype).view(count * tensor.shape[0], *tensor.shape[1:])
+
+
+def _share_content(steps: Sequence[Step]) -> None:
+    """Have steps of the same layout and size keep their content together, if it is kept."""
+    alike = dict[tuple[int, int], _Kept]()
+    for step in steps:
+        if step.is_kept:
+            step.kept = alike.setdefault((step.layout, step.entry.num_bytes), _Kept())
+            step.place = len(step.kept.steps)
+            step.kept.steps.append(step)
 
 
 def _small_files(entries: Sequence[StepEntry]) -> set[int]:

@@ -86,6 +86,24 @@ def last_index(rows: Rows | Step, request: int, position: int) -> int:
     return int(((rows.request == request) & (rows.position == position)).nonzero()[-1, 0])
 
 
+def rows_of_steps(steps: Sequence[Step], tap: str) -> Rows:
+    """Return the identity of the rows of one tap in some steps, one after the other."""
+    if not all(step.is_whole(tap) for step in steps):
+        return Rows.concat([step_rows(step, tap) for step in steps])
+    counts = torch.tensor([step.entry.num_rows for step in steps])
+    return Rows(
+        request=torch.cat([step.request for step in steps]).long(),
+        position=torch.cat([step.position for step in steps]).long(),
+        step=torch.tensor([step.index for step in steps]).repeat_interleave(counts),
+    )
+
+
+def places_in_steps(steps: Sequence[Step], tap: str) -> torch.Tensor:
+    """Return the place in its step of each row of one tap in some steps, one after the other: [rows] int64."""
+    counts = torch.tensor([step.num_rows_of(tap) for step in steps])
+    return torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+
+
 _CHUNK_ROWS = 2048
 _CHUNK_BYTES = 64 << 20
 
@@ -146,9 +164,11 @@ class Locator:
     def _signatures(self) -> dict[str, tuple[str, ...]]:
         """By tap, what is equal for taps that were recorded at exactly the same rows: they share one table."""
         parts: dict[str, list[str]] = {}
+        suffixes: dict[int, dict[str, str]] = {}
         for step in self.recording.steps:
-            for tap in step.tap_names:
-                suffix = f":{tap}" if step.rows_of(tap) is not None else ""
+            if step.layout not in suffixes:
+                suffixes[step.layout] = {tap: "" if step.is_whole(tap) else f":{tap}" for tap in step.tap_names}
+            for tap, suffix in suffixes[step.layout].items():
                 parts.setdefault(tap, []).append(f"{step.index}{suffix}")
         return {tap: tuple(signature) for tap, signature in parts.items()}
 
@@ -193,7 +213,7 @@ class Locator:
         if signature not in self._tables:
             table, running = torch.full((*self._shape, 3), -1, dtype=torch.int64), 0
             for step in self.recording.steps if signature else ():
-                if tap in step.tap_names:
+                if step.has(tap):
                     rows = step_rows(step, tap)
                     count = torch.arange(len(rows))
                     entries = torch.stack([rows.step, count, running + count], dim=1)
@@ -215,9 +235,7 @@ class Locator:
             if bool((rows == torch.arange(start, start + len(rows))).all()):
                 return tensor[start : start + len(rows)]
             return tensor[rows]
-        places = [(steps == step).nonzero()[:, 0] for step in steps.unique()]
-        parts = [self.recording.steps[int(steps[place[0]])].tap(tap)[rows[place]] for place in places]
-        return torch.cat(parts)[torch.cat(places).argsort()]
+        return self.recording.rows(tap, steps, rows)
 
 
 def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = False) -> dict[int, int]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from harness.formats.recording import Recording
-from harness.judge.compare.align import REQUEST_KEY, Rows, joined
+from harness.judge.compare.align import REQUEST_KEY, Rows
 from harness.judge.compare.propagated import Propagation
 from harness.judge.compare.sequences import NOWHERE, RowSequence
 
@@ -224,16 +224,18 @@ class PaddedBatch:
 
     def recorded(self, tap: str) -> RecordedRows | None:
         """Return the rows of a tap that were recorded; None if there are none."""
-        parts = list(self._parts(tap))
+        covered = [(index, *self._covered(index, places, rows, tap)) for index, places, rows in self._by_step]
+        parts = [part for part in covered if len(part[1])]
         if not parts:
             return None
-        return RecordedRows(places=joined([places for places, _ in parts]), rows=joined([rows for _, rows in parts]))
-
-    def _parts(self, tap: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for index, places, rows in self._by_step:
-            there, recorded = self._covered(index, places, rows, tap)
-            if len(there):
-                yield there, self.recording.steps[index].tap(tap)[recorded]
+        if len(parts) == 1:
+            ((index, places, chosen),) = parts
+            return RecordedRows(places=places, rows=self.recording.steps[index].tap(tap)[chosen])
+        places = torch.cat([places for _, places, _ in parts])
+        steps = torch.tensor([index for index, _, _ in parts])
+        steps = steps.repeat_interleave(torch.tensor([len(places) for _, places, _ in parts]))
+        rows = torch.cat([_as_indices(rows) for _, _, rows in parts])
+        return RecordedRows(places=places, rows=self.recording.rows(tap, steps, rows))
 
     def _covered(
         self, index: int, places: torch.Tensor, rows: torch.Tensor | slice, tap: str
@@ -281,6 +283,10 @@ def _as_slice(rows: torch.Tensor) -> torch.Tensor | slice:
     first, last = int(rows[0]), int(rows[-1])
     is_run = last - first == len(rows) - 1 and bool((rows.diff() == 1).all())
     return slice(first, last + 1) if is_run else rows
+
+
+def _as_indices(rows: torch.Tensor | slice) -> torch.Tensor:
+    return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 def make_batches(

@@ -12,7 +12,7 @@ import torch
 from harness.base.metrics import RowMetrics, logit_metrics, rounding_unit, row_metrics
 from harness.formats.recording import Recording, Step
 from harness.formats.taps import Graph, Kind
-from harness.judge.compare.align import Locator, Rows, chunks, joined, step_rows
+from harness.judge.compare.align import Locator, Rows, chunks, places_in_steps, rows_of_steps
 from harness.judge.compare.shapes import engine_dtype
 from harness.oracle.sketch_rows import estimated_metrics
 from harness.results.check import LogitResult, PositionError
@@ -124,7 +124,7 @@ def propagated_errors(
     )
     for chunk in chunks(actual.steps):
         for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in usable):
-            pair = _pair([step for step in chunk if step.has(tap)], tap, expected)
+            pair = _pair(actual, [step for step in chunk if step.has(tap)], tap, expected)
             if pair is None:
                 continue
             rows, places, ours, theirs = pair
@@ -184,15 +184,15 @@ def what_logits_show(noise: torch.Tensor, graph: Graph) -> str:
 
 
 def _pair(
-    steps: Sequence[Step], tap: str, expected: Locator
+    actual: Recording, steps: Sequence[Step], tap: str, expected: Locator
 ) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Return the rows of a tap in some steps, and their expected rows; rows that `expected` lacks are left out."""
-    rows = Rows.concat([step_rows(step, tap) for step in steps])
+    rows = rows_of_steps(steps, tap)
     places = expected.find(tap, rows)
     present = places[:, 0] >= 0
     if not bool(present.any()):
         return None
-    ours = joined([step.tap(tap) for step in steps])
+    ours = actual.rows(tap, rows.step, places_in_steps(steps, tap)) if len(steps) > 1 else steps[0].tap(tap)
     if not bool(present.all()):
         rows, places, ours = rows.select(present), places[present], ours[present]
     return rows, places, ours.flatten(1), expected.gather(tap, places).flatten(1)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from harness.errors import Code, HarnessError
-from harness.formats.recording import Recording
+from harness.formats.recording import Recording, reader
 
 STEP = "step-00000.safetensors"
 
@@ -141,7 +141,13 @@ class TestFolder:
         (folder / STEP).symlink_to(STEP)
         refused(folder, Code.STEP_MISSING)
 
-    def test_a_file_that_changes_after_opening(self, folder):
+    def test_a_small_file_is_as_it_was_at_opening(self, folder):
+        with Recording.open(folder, verify=False) as recording:
+            (folder / STEP).unlink()
+            assert torch.equal(recording.steps[0].tap("x"), step_tensors()["x"])
+
+    def test_a_file_that_changes_after_opening(self, folder, monkeypatch):
+        monkeypatch.setattr(reader, "_KEPT_BYTES", 0)
         with Recording.open(folder, verify=False) as recording:
             (folder / STEP).write_bytes(save(step_tensors() | {"x": torch.ones(2, 5)}))
             with pytest.raises(HarnessError, match="H024"):

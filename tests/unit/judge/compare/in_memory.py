@@ -51,6 +51,16 @@ class Step:
     def tap(self, tap: str) -> torch.Tensor:
         return self.taps[tap]
 
+    @property
+    def layout(self) -> int:
+        return id(self)
+
+    def is_whole(self, tap: str) -> bool:
+        return tap not in self._rows_of
+
+    def num_rows_of(self, tap: str) -> int:
+        return len(self.taps[tap])
+
     def rows_of(self, tap: str) -> torch.Tensor | None:
         covered = self._rows_of.get(tap)
         return None if covered is None else torch.tensor(covered, dtype=torch.int64)
@@ -67,8 +77,13 @@ def recording_of(requests: Mapping[int, Sequence[int]], steps: Sequence[Step], *
     fields = {"dtype": "float32", "numerics": None, "schedule": "by hand"} | manifest
     shapes = {name: tuple(rows.shape[1:]) for step in steps for name, rows in step.taps.items()}
     taps = [SimpleNamespace(name=name, shape=shape) for name, shape in shapes.items()]
+
+    def rows(tap: str, of_steps: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        pairs = zip(of_steps.tolist(), places.tolist(), strict=True)
+        return torch.stack([steps[step].tap(tap)[place] for step, place in pairs])
+
     return SimpleNamespace(
-        path="memory", taps=taps, steps=list(steps), manifest=SimpleNamespace(requests=infos, **fields)
+        path="memory", taps=taps, steps=list(steps), manifest=SimpleNamespace(requests=infos, **fields), rows=rows
     )
 
 

@@ -34,6 +34,8 @@ BLOCK_SIZE = 8
 class PlantedStep:
     """A step of a recording, some of whose tensors a test has replaced."""
 
+    kept = None  # beside other steps
+
     def __init__(self, step: Step, replaced: Mapping[str, object]) -> None:
         self._step, self._replaced = step, replaced
 
@@ -42,6 +44,9 @@ class PlantedStep:
 
     def tap(self, name: str) -> torch.Tensor:
         return self._replaced[name] if name in self._replaced else self._step.tap(name)
+
+    def rows(self, name: str, _places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self.tap(name)[rows]
 
 
 class Bench:
