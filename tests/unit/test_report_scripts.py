@@ -25,6 +25,7 @@ RUNS = {
     "scheduler_step": ["--num-seqs", "8", "--num-steps", "20"],
     "trace_speed": ["--megabytes", "2", "--repeats", "1", "--out", "OUT"],
     "module_walk": [],
+    "check_growth": ["--axes", "tokens", "--most", "1"],
 }
 """Scripts of tests/benchmarks that pages name, with options under which they take seconds."""
 
