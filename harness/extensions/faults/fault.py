@@ -125,8 +125,11 @@ class Fault:
         return matches(self.tap, operation) is not None
 
     def is_row(self, row: tuple[int | None, int | None] | None) -> bool:
-        """Return whether a row is the first wrong one."""
-        pairs = zip(self.row or (None, None), row or (None, None), strict=True)
+        """Return whether a row is the first wrong one; how long drafts are right depends on the prompts."""
+        request, position = self.row or (None, None)
+        if self.setting.schedule.startswith("speculative"):
+            position = None
+        pairs = zip((request, position), row or (None, None), strict=True)
         return all(true is None or true == said for true, said in pairs)
 
     def is_cause(self, statement: str) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from harness.extensions.faults.fault import NOTHING
 from harness.extensions.faults.score import Alarm, Grade, Rate, Score
 
 RATES = ("detected", "exact", "within_one", "row", "named", "named_wrongly")
@@ -141,16 +142,21 @@ def _by(scores: Sequence[Score], group_of: Callable[[Grade], str], tablefmt: str
 
 
 def _wrong(score: Score, tablefmt: str) -> str:
-    rows = [_wrong_row(grade) for grade in score.grades if not (grade.row and grade.named)]
+    rows = [_wrong_row(grade) for grade in score.grades if not (grade.row and _is_named(grade))]
     rows += [[alarm.variant.id, "false alarm", *_said(alarm)] for alarm in score.alarms if alarm.is_alarm]
     widths = [None, None, None, None if tablefmt == "github" else _WIDTH]
     headers = ["fault or variant", "wrong", "found first", "said"]
     return tabulate(rows, headers=headers, tablefmt=tablefmt, maxcolwidths=widths, disable_numparse=True)
 
 
+def _is_named(grade: Grade) -> bool:
+    """Return whether the right thing is said of the cause: nothing, where no known cause is true."""
+    return grade.named or (grade.fault.cause == NOTHING and not grade.named_wrongly)
+
+
 def _wrong_row(grade: Grade) -> list[str]:
     wrong = [name for name in ("detected", "exact", "row") if not getattr(grade, name)][:1]
-    named = "named wrongly" if grade.named_wrongly else "" if grade.named else "not named"
+    named = "named wrongly" if grade.named_wrongly else "" if _is_named(grade) else "not named"
     words = {"detected": "not detected", "exact": "operation", "row": "row"}
     return [grade.fault.id, ", ".join([*(words[name] for name in wrong), *([named] if named else [])]), *_said(grade)]
 

@@ -7,7 +7,7 @@ from statistics import median
 
 from harness.extensions.faults.answer import Answer
 from harness.extensions.faults.benchmark import AskedTool
-from harness.extensions.faults.fault import Fault, Variant
+from harness.extensions.faults.fault import NOTHING, Fault, Variant
 
 _Z = 1.96
 """Of an interval of 95 %."""
@@ -108,8 +108,9 @@ class Score:
     """Engines of kinds that the tool does not take; they are not counted."""
 
     def rate(self, name: str) -> Rate:
-        """Return how often a field of `Grade` is true."""
-        return Rate(sum(bool(getattr(grade, name)) for grade in self.grades), len(self.grades))
+        """Return how often a field of `Grade` is true; `named` of the faults of which a known cause is true."""
+        grades = [grade for grade in self.grades if name != "named" or grade.fault.cause != NOTHING]
+        return Rate(sum(bool(getattr(grade, name)) for grade in grades), len(grades))
 
     @property
     def false_alarms(self) -> Rate:

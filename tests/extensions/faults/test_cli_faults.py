@@ -7,6 +7,7 @@ import pytest
 from harness.cli.main import run
 
 
+@pytest.mark.slow
 def test_two_tools_on_two_faults(capsys):
     chosen = ["--only", "rotary-interleaved", "--only", "olmo2/kv-heads-tiled"]
     assert run(["faults", *chosen, "--tool", "harness", "--tool", "hooks", "--format", "json"]) == 0
