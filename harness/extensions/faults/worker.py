@@ -58,15 +58,16 @@ def asked(tool: Tool, subject: Subject, entry: Fault | Variant, planted: Injecte
             answers = tool.check(subject)
         except ImportError as error:
             problem = f"not installed: {error}"
+        except HarnessError as error:  # the engine raised
+            answers = dict.fromkeys(tool.names, Answer(is_sound=False, error=str(error)))
         except Exception as error:  # a tool that fails is a row of the table
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            if not isinstance(error, HarnessError):
-                traceback.print_exc()
+            traceback.print_exc()
     seconds = time.process_time() - begin
     notes = ["wrote to standard output"] if text.getvalue() else []
     if fingerprint(subject.engine) != before:
         notes.append("changed the model")
-    if isinstance(entry, Fault) and planted.num_calls == 0:
+    if isinstance(entry, Fault) and planted.num_calls == 0 and subject.suite is None:
         answers, problem = {}, UNREACHED
     return {
         "answers": {name: said.as_json() for name, said in answers.items()},

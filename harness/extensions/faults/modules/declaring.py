@@ -3,7 +3,7 @@
 Each says where it is first wrong (a pattern of the operation, the position of its first wrong row in request 0 or None
 if the tokens decide that), and which words make a statement about the cause true (None: no known cause is).
 `way` applies a sound way of computing to families in a dtype under a schedule: "family dtype schedule", with f for
-float32, b for bfloat16, h for float16.
+float32, b for bfloat16, h for float16. HF itself loses states in chunks of Mamba, Jamba and RecurrentGemma.
 """
 
 from collections.abc import Callable, Mapping

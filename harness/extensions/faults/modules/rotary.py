@@ -124,8 +124,8 @@ fault(
     frequencies(lambda f: powers(1e6, 2 * len(f))),
 )  # fmt: skip
 fault(
-    "ernie4_5_moe", "theta-500000", "theta is 500000", r"layers\.0\.q_rope", 1, "theta",
-    frequencies(lambda f: powers(5e5, 2 * len(f))), dtype=BF16,
+    "ernie4_5_moe", "theta-50000", "theta is 50000", r"layers\.0\.q_rope", 1, "theta",
+    frequencies(lambda f: powers(5e4, 2 * len(f))), dtype=BF16,
 )  # fmt: skip
 fault(
     "granitemoe", "theta-1000", "theta is 1000 in layer 1 alone", r"layers\.1\.q_rope", 1, "theta",

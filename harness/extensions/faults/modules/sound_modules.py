@@ -96,7 +96,6 @@ way(
 )  # fmt: skip
 way(
     "weights not contiguous", at_modules(is_linear, no_contiguity), "phi3 f plain", "nemotron b plain", "gptj f plain",
-    "jamba f chunked:6",
 )  # fmt: skip
 
 
@@ -160,7 +159,6 @@ way(
     ),
     "cohere b batched",
     "glm4 b plain",
-    "mamba f chunked:9",
     "granitemoe f plain",
     "qwen3_next b plain",
     "helium f plain",
@@ -277,7 +275,7 @@ way(
 way(
     "as it is", None, "mistral f rewound", "olmo2 b rewound", "gpt_neox f speculative", "granite b speculative",
     "cohere f rewound", "mamba2 f chunked:1", "gpt_oss b chunked:13", "llama4_text f chunked:5",
-    "recurrent_gemma h chunked:11", "qwen3_next f chunked:17",
+    "qwen3_next f chunked:17",
 )  # fmt: skip
 way("two threads", None, "gpt_neox f plain", "mixtral b batched", "mamba f plain", "cohere2 h plain", threads=2)
 way(

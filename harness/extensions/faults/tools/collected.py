@@ -64,8 +64,9 @@ def of_recording(subject: Subject) -> Iterator[Pair]:
     hf = planned_model(plan)
     golden = checked_golden(hf, plan.prompts, truth=plan.case.truth)
     golden, copies = with_duplicate_requests(plan, golden, plan.schedules[0], hf)
+    requests = golden.requests[: len(plan.prompts)]
     with scratch_folder("harness-") as folder:
-        record_run(plan, plan.open_engine(), plan.schedules[0], golden.requests, folder / "run", copies=copies)
+        record_run(plan, plan.open_engine(), plan.schedules[0], requests, folder / "run", copies=copies)
         with Recording.open(folder / "run", verify=False) as actual:
             expected = Locator(golden.truth.recording, match_requests(golden.truth.recording, actual))
             order = {op.tap: at for at, op in enumerate(hf.graph)}
