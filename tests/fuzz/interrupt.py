@@ -33,6 +33,7 @@ COMMANDS = {
     "golden": ("golden", *MODEL, *WORKLOAD, "--out", "out"),
     "cached golden": ("golden", *MODEL, *WORKLOAD),
     "record": ("record", "--golden", "golden", "--out", "out"),
+    "check beside another": ("check", *MODEL, *WORKLOAD, "--schedule", "plain", "--out", "out"),
     "check": ("check", *MODEL, *WORKLOAD, "--schedule", "plain,batched", "--out", "out"),
     "fuzz": ("fuzz", "run", *MODEL, "--seconds", "2", "--out", "out"),
     "profile": ("profile", *MODEL, "--prompt-tokens", "4", "--max-new-tokens", "2", "--runs", "1", "--out", "out"),
@@ -42,6 +43,8 @@ COMMANDS = {
 }
 ENDINGS = {"fuzz": {5}, "rollout": {1}}
 """Of a run to its end, where it is not 0 alone: too short a search, and a log of nobody."""
+BESIDE = "check beside another"
+"""Two processes make and read one golden of one cache, and one of them is killed."""
 SERVED_S = 1.0
 CASE = f"""schema_version = 1
 model = "{CHECKPOINTS / "qwen2-tiny"}"
@@ -71,11 +74,17 @@ class Interruptions:
         place = self._place(f"run-{seed}")
         if name not in self._seconds:
             self._seconds[name] = self._finish(name, COMMANDS[name], f"timed-{name}")
-        process = self._start(COMMANDS[name], place)
+        process, beside = self._start(COMMANDS[name], place), None
+        if name == BESIDE:
+            beside = self._start([*COMMANDS[name][:-1], "beside"], place, streams="beside-")
         time.sleep(random.uniform(0, 1.1 * self._seconds[name]))
         os.kill(process, number)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         err = (place / "err").read_text()
+        ended = 0 if beside is None else os.waitstatus_to_exitcode(os.waitpid(beside, 0)[1])
+        if ended:
+            err_beside = (place / "beside-err").read_text()[-300:]
+            return [f"seed {seed}, {name}, {number.name}: the other process ended with {ended}: {err_beside}"]
         violations = [*_wrong_ending(status, number, err, ENDINGS.get(name, set())), *_wrong_files(place, status)]
         if random.random() < 0.2:
             violations += self._again(name, place)
@@ -122,8 +131,8 @@ class Interruptions:
         return 0 if name == "serve" and status == INTERRUPTED else status
 
     @staticmethod
-    def _start(command: Sequence[str], place: Path) -> int:
-        """Run a command in a process of its own, in that folder, with a cache of its own."""
+    def _start(command: Sequence[str], place: Path, streams: str = "") -> int:
+        """Run a command in a process of its own, in that folder, with the folder's cache."""
         process = os.fork()
         if process:
             return process
@@ -133,7 +142,7 @@ class Interruptions:
             os.environ |= {"HARNESS_CACHE": str(place / "cache"), "TMPDIR": str(place / "tmp")}
             tempfile.tempdir = None  # which the parent has found already
             for stream, file in ((1, "out.txt"), (2, "err")):
-                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+                os.dup2(os.open(f"{streams}{file}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.argv = ["program", *command]
             reference_engine.cli.main() if command[0] == "serve" else main()
@@ -182,7 +191,10 @@ def _not_whole(folder: Path) -> Iterator[str]:
     try:
         with Recording.open(folder) as recording:
             is_golden = recording.manifest.producer.name == "harness.oracle"
-        if is_golden and (not (golden := open_golden(folder)).noise or golden.info is None):
+        if not is_golden:
+            return
+        golden = open_golden(folder)
+        if golden.info is None or not (golden.noise or golden.is_plain):
             yield f"{folder.name} reads as a golden and lacks a part"
     except HarnessError as error:
         yield f"{folder.name} reads as whole and is not: {error}"

@@ -92,7 +92,7 @@ def targets(templates: Templates) -> list[Target]:
         Target(name="adapter's config", file="lora/adapter_config.json", mutations=text, seconds=1.0, command=_adapted),
         Target(name="adapter", file="lora/adapter_model.safetensors", mutations=header, seconds=1.0, command=_adapted),
     ]  # fmt: skip
-    return [*fixed, *user_targets(), *_of_a_golden(templates, text), *_in_the_cache(text, header)]
+    return [*fixed, *user_targets(), *_of_a_golden(templates, text), *_in_the_cache(templates, text, header)]
 
 
 def _of_a_golden(templates: Templates, mutations: Sequence[Mutation]) -> Iterator[Target]:
@@ -108,9 +108,10 @@ def _of_a_golden(templates: Templates, mutations: Sequence[Mutation]) -> Iterato
             )  # fmt: skip
 
 
-def _in_the_cache(text: Sequence[Mutation], header: Sequence[Mutation]) -> Iterator[Target]:
-    """Yield the files of a golden that a check finds in the cache."""
-    for file in ("manifest.json", INFO_FILE, NOISE_FILE, "step-00000.safetensors"):
+def _in_the_cache(templates: Templates, text: Sequence[Mutation], header: Sequence[Mutation]) -> Iterator[Target]:
+    """Yield the files of a golden that a check finds in the cache; a plain one has no noise."""
+    names = {path.name for path in templates.folder.glob("cache/goldens/*/*")}
+    for file in sorted(names & {"manifest.json", INFO_FILE, NOISE_FILE, "step-00000.safetensors"}):
         yield Target(
             name=f"{file} in the cache", file=f"cache/goldens/*/{file}", seconds=1.0,
             mutations=header if file.endswith("safetensors") else text,

@@ -164,4 +164,5 @@ def not_checked(factory: Callable[..., Any]) -> list[str]:
         lines.append("block manager: with several groups of layers, how much a look-up must find (17)")
     else:
         lines.append("block manager: it does not declare windows: groups of layers with a sliding window (7)")
-    return lines
+    most, longest = max(pool.pool_sizes), max(pool.block_sizes)
+    return [*lines, f"block manager: pools of more than {most} blocks, and blocks of more than {longest} tokens"]

@@ -12,7 +12,16 @@ from harness.errors import Code, HarnessError
 from harness.properties.core.falsify import NamedAdapter, calling, falsify
 from harness.properties.core.findings import Counterexample, Rejections
 from harness.properties.engine.adapter import OPTIONAL, OPTIONS, Taps
-from harness.properties.engine.case import RELATIONS, EngineCase, engine_cases, tap_program, token_program
+from harness.properties.engine.case import (
+    LONGEST_PROMPT,
+    MOST_NEW_TOKENS,
+    MOST_REQUESTS,
+    RELATIONS,
+    EngineCase,
+    engine_cases,
+    tap_program,
+    token_program,
+)
 from harness.properties.engine.fresh import Answers, run_again
 
 TAP_BOUNDS = {torch.float32: 3000.0, torch.bfloat16: 300.0, torch.float16: 300.0}
@@ -84,6 +93,10 @@ def not_checked(factory: Any) -> list[str]:
     unseen = [option for option in OPTIONS if option in target.offered - seen]
     if unseen:
         lines.append(f"whether {', '.join(unseen)} have any effect: no method counts it")
+    lines.append(
+        f"more than {MOST_REQUESTS} requests, prompts of more than {LONGEST_PROMPT} tokens, and more than "
+        f"{MOST_NEW_TOKENS} new ones"
+    )
     lines.append("answers that are kept by prompt for longer than a process")
     return [f"engine: {line}" for line in lines]
 

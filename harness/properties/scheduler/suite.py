@@ -25,6 +25,7 @@ PROMPTS = prompts(MAX_TOKENS)
 SIMILAR_PROMPTS = similar_prompts(MAX_TOKENS)
 SAMPLED = st.integers(0, 3**4 - 1).map(lambda number: [number // 3**place % 3 for place in range(4)])
 """Four tokens of 0, 1 and the end of sequence: the ternary digits of one number."""
+MOST_SEQS = 4
 MOSTLY = st.sampled_from((True, True, True, True, True, False))
 
 
@@ -58,7 +59,7 @@ class SchedulerMachine(SchedulerCalls):
             "num_blocks": st.sampled_from([size for size in declared.pool_sizes if size > 1] or declared.pool_sizes),
             "block_size": st.sampled_from(declared.block_sizes),
             "budget": st.sampled_from(declared.budgets),
-            "max_num_seqs": st.integers(1, 4),
+            "max_num_seqs": st.integers(1, MOST_SEQS),
             "max_model_len": st.sampled_from(declared.max_model_lens),
             "hash_bits": st.sampled_from((None, None, 0, 2)),
         }
@@ -260,4 +261,9 @@ def not_checked(factory: Callable[..., Any]) -> list[str]:
         )
     if not declared.has_groups:
         lines.append("scheduler: it does not declare windows: groups of layers with a sliding window (7)")
+    most, longest = max(declared.pool_sizes), max(declared.block_sizes)
+    lines.append(
+        f"scheduler: pools of more than {most} blocks, blocks of more than {longest} tokens, and more than "
+        f"{MOST_SEQS} requests at once"
+    )
     return [*lines, "scheduler: 24 needs an engine's output, 26 more than one rank"]

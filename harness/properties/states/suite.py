@@ -291,4 +291,5 @@ def not_checked(factory: Callable[..., Any]) -> list[str]:
     lines = not_offered(subject, "state cache", OPTIONAL, "allocate", 29)
     if declared.snapshots != "blocks":
         lines.append(f"state cache: it declares snapshots = {declared.snapshots!r}: which states must be found (17)")
-    return lines
+    most, longest = sizes["num_slots"], max(declared.block_sizes)
+    return [*lines, f"state cache: more than {most} slots, and blocks of more than {longest} tokens"]

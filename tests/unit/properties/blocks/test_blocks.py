@@ -142,3 +142,10 @@ def test_what_an_engine_lacks_is_listed() -> None:
     assert "block manager: with several groups of layers, how much a look-up must find (17)" in not_checked(
         hybrid.HybridManager
     )
+
+
+def test_the_largest_pool_is_said() -> None:
+    class Large(chained.ChainedManager):
+        pool_sizes = (2, 70)
+
+    assert "block manager: pools of more than 70 blocks, and blocks of more than 4 tokens" in not_checked(Large)

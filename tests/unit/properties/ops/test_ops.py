@@ -79,7 +79,7 @@ def test_what_an_adapter_lacks_is_reported_and_not_checked() -> None:
     class Nothing:
         pass
 
-    assert len(not_checked(Nothing)) == 10
+    assert len(not_checked(Nothing)) == 11
     for check in CHECKS:
         check(Nothing, FEW)
 
