@@ -106,6 +106,7 @@ class ColumnIndex:
         self._start = [0, *accumulate(widths)]
         self._order = self._all[0].argsort()
         self._sorted = self._all[0][self._order].contiguous()
+        self._sorted_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def find(self, value: torch.Tensor, *, exactly: bool = False) -> list[Fit]:
         """Return the tensors that hold a value [T, W], the nearest first; exact ones alone, if there are some.
@@ -179,22 +180,36 @@ class ColumnIndex:
 
     def _permuted(self, index: int, projected: torch.Tensor, distance: torch.Tensor) -> Columns | None:
         """Return the columns of a tensor that are each like one of a value's, in any order."""
-        projected_columns = self._all[:, self._start[index] : self._start[index + 1]]
-        if projected_columns.shape[1] < projected.shape[1]:
+        begin, end = self._start[index], self._start[index + 1]
+        if end - begin < projected.shape[1]:
             return None
-        nearest = []
-        for at in range(0, projected.shape[1], 256):
-            part = projected[:, at : at + 256]
-            gaps = torch.stack(
-                [(projected_columns[p][None] - part[p][:, None]).abs() for p in range(len(projected_columns))]
-            ).amax(dim=0)
-            best, where = gaps.min(dim=1)
-            if bool((best > 4 * distance[at : at + 256]).any()):
-                return None
-            nearest += where.tolist()
-        if len(set(nearest)) < len(nearest):
+        columns, first = self._sorted_columns(index)
+        reach = 4 * distance
+        low, high = torch.searchsorted(first, torch.stack([projected[0] - reach, projected[0] + reach]))
+        counts = high - low
+        if bool((counts < 1).any()):
             return None
-        return Columns(start=min(nearest), stop=max(nearest) + 1, order=tuple(nearest))
+        elements = torch.repeat_interleave(counts)  # each with all columns whose first projections are near
+        offsets = torch.arange(len(elements)) - (counts.cumsum(0) - counts)[elements]
+        near = columns[low[elements] + offsets]
+        gaps = (self._all[:, begin + near] - projected[:, elements]).abs().amax(dim=0)
+        best = torch.full_like(reach, float("inf")).scatter_reduce(0, elements, gaps, "amin")
+        if bool((best > reach).any()):
+            return None
+        nearest = torch.empty(len(reach), dtype=torch.int64)
+        is_best = gaps == best[elements]
+        nearest[elements[is_best]] = near[is_best]
+        order = nearest.tolist()
+        return (
+            Columns(start=min(order), stop=max(order) + 1, order=tuple(order)) if len({*order}) == len(order) else None
+        )
+
+    def _sorted_columns(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a tensor's columns in the order of their first projections, and these; both are kept."""
+        if index not in self._sorted_of:
+            first, columns = self._all[0, self._start[index] : self._start[index + 1]].sort()
+            self._sorted_of[index] = columns, first
+        return self._sorted_of[index]
 
 
 def order_of_row(row: torch.Tensor, value: torch.Tensor, tolerance: float) -> tuple[int, ...] | None:
