@@ -22,7 +22,7 @@ from harness.engines.by_content.rows import (
     starts_of,
     tell_rows,
 )
-from harness.engines.by_content.steps import RETURNED, Lookup, Site, Stepper, Work, watched_run
+from harness.engines.by_content.steps import RETURNED, Lookup, See, Site, Stepper, Work, watched_run
 
 _MOST_PADDING = 8
 """Rows that an engine adds behind its tokens, at most, where it does not show the ids of its rows."""
@@ -458,6 +458,10 @@ def find_lookups(shown: Sequence[tuple[Lookup, torch.Tensor, bool]], tokens: Seq
     return list(dict.fromkeys(lookups))
 
 
+def _nothing(_site: Site, _tensor: torch.Tensor) -> None:
+    return None
+
+
 def run_step(
     stepper: Stepper,
     work: Work,
@@ -479,15 +483,20 @@ def run_step(
         rows: see `watched_run`.
         following: see `watched_run`.
     """
-    forwards = [] if teller.lookups else [StepForward(None, torch.empty(0, 0))]
+    forwards = list[StepForward]()
 
-    def see(site: Site, tensor: torch.Tensor) -> None:
-        if forwards and site.what != RETURNED:
-            forwards[-1].tensors[site] = keep(forwards, site, tensor)
+    def begin(lookup: Lookup | None, ids: torch.Tensor, _makes_numbers: bool) -> See:
+        lines = ids if lookup is None else ids.reshape(-1, ids.shape[-1] if ids.dim() else 1)
+        forward, at = StepForward(lookup, lines), len(forwards)
+        forwards.append(forward)
 
-    def begin(lookup: Lookup, ids: torch.Tensor, _makes_numbers: bool) -> None:
-        forwards.append(StepForward(lookup, ids.reshape(-1, ids.shape[-1] if ids.dim() else 1)))
+        def see(site: Site, tensor: torch.Tensor) -> None:
+            if site.what != RETURNED:
+                forward.tensors[site] = keep(forwards[: at + 1], site, tensor)
 
+        return see
+
+    see = _nothing if teller.lookups else begin(None, torch.empty(0, 0), False)
     logits = watched_run(
         stepper, work, see, only=only, rows=rows, following=following, lookups=teller.lookups, on_ids=begin
     )

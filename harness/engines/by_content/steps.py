@@ -5,6 +5,7 @@ there once is read there again.
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -90,16 +92,20 @@ class Lookup:
         return Lookup(self.path, ARGUMENTS)
 
 
-OnIds = Callable[[Lookup, torch.Tensor, bool], None]
-"""Is shown a copy of integers that a module or an operator is given, and whether that makes numbers of them."""
 See = Callable[[Site, torch.Tensor], None]
 """Is shown each tensor while it has its value: what is kept must be copied."""
+OnIds = Callable[[Lookup, torch.Tensor, bool], See | None]
+"""Is shown a copy of integers that a module or an operator is given, and whether that makes numbers of them.
+
+Where a forward begins, it may return what is shown the tensors of this forward.
+"""
 
 
 class SiteWatcher:
     """Shows the tensors of the steps that run in the block.
 
-    Views are left out: what they are of was shown. Tensors that an operator writes into are shown after it.
+    Views are left out: what they are of was shown. Tensors that an operator writes into are shown after it. A tensor is
+    of the forward whose tensors it is computed from: forwards may take turns, in one thread or in several.
     """
 
     def __init__(
@@ -121,22 +127,30 @@ class SiteWatcher:
                 integers of all places, and to count from the beginning of the step.
             on_ids: is shown the integers at these places.
         """
-        self._names, self._see, self._on_ids = names, see, on_ids
+        self._names, self._on_ids = names, on_ids
         self._only = None if only is None else frozenset(only)
         self._lookups = None if lookups is None else frozenset(lookups)
         places = None if lookups is None else {(lookup.path, lookup.what) for lookup in lookups}
         self._lookup_places = places
         self._wanted = None if only is None or places is None else places | {(site.path, site.what) for site in only}
+        self._sees_operators = self._wanted is None or any(
+            what not in (MODULE, RETURNED, ARGUMENTS) for _path, what in self._wanted
+        )
         self._fresh: dict[int, tuple[int, int]] = {}
         """Version and size of results that were shown, by their address."""
         self._stack = ExitStack()
-        self._path: list[_Running] = [_Running("", 0)]
-        self._calls = Counter[str]()
+        self._latest = self._first = _Forward(see)
+        self._made: WeakKeyDictionary[torch.UntypedStorage, _Forward] = WeakKeyDictionary()
+        """Forwards of the tensors that were made in them."""
+        self._written: WeakKeyDictionary[torch.UntypedStorage, _Forward] = WeakKeyDictionary()
+        """Forwards that have written into memory that none of them has made."""
+        self._lock, self._thread = threading.Lock(), threading.local()
+        self._thread.path = [_Running("", 0, self._latest)]
 
     def __enter__(self) -> Self:
         self._stack.callback(torch_module.register_module_forward_pre_hook(self._begin).remove)
         self._stack.callback(torch_module.register_module_forward_hook(self._end).remove)
-        if self._wanted is None or any(what not in (MODULE, RETURNED, ARGUMENTS) for _path, what in self._wanted):
+        if self._sees_operators:
             self._stack.enter_context(_Mode(self))
         return self
 
@@ -147,12 +161,23 @@ class SiteWatcher:
         """Show what the step returns."""
         with _disable_current_modes():
             for place, tensor in enumerate(_tensors(value)):
-                self._show(Site("", 0, RETURNED, place=place), tensor)
+                self._show(Site("", 0, RETURNED, place=place), tensor, self._first)
+
+    @property
+    def _path(self) -> "list[_Running]":
+        """The modules that run in this thread."""
+        if not hasattr(self._thread, "path"):
+            self._thread.path, self._thread.mode = [_Running("", 0, self._latest)], ExitStack()
+        path: list[_Running] = self._thread.path
+        return path
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        path = self._names.get(module) or type(module).__name__
-        self._path.append(_Running(path, self._calls[path]))
-        self._calls[path] += 1
+        path, running = self._names.get(module) or type(module).__name__, self._path
+        if len(running) == 1 and hasattr(self._thread, "mode") and self._sees_operators:
+            self._thread.mode.enter_context(_Mode(self))  # a dispatch mode is of one thread
+        forward = self._forward_of(args) or running[-1].forward
+        running.append(_Running(path, forward.calls[path], forward))
+        forward.calls[path] += 1
         self._look_up(path, ARGUMENTS, args)
 
     def _look_up(self, path: str, what: str, arguments: Any, line: str = "", *, makes_numbers: bool = False) -> None:
@@ -163,41 +188,73 @@ class SiteWatcher:
             lookup = Lookup(path, what, line, place)
             if self._lookups is not None and lookup not in self._lookups:
                 continue
-            with _disable_current_modes():
-                self._on_ids(lookup, ids.detach().to("cpu", copy=True), makes_numbers)
+            with _disable_current_modes(), self._lock:
+                see = self._on_ids(lookup, ids.detach().to("cpu", copy=True), makes_numbers)
             if self._lookups is not None:
-                self.begin_again()
+                self._begin_forward(_Forward(see or self._first.see, self._latest.number + 1))
 
     def begin_again(self) -> None:
-        """Count calls from here on: a step or a forward begins."""
-        self._calls.clear()
+        """Count calls from here on: a step begins."""
+        self._made.clear()
+        self._written.clear()
+        self._begin_forward(self._first)
+
+    def _begin_forward(self, forward: "_Forward") -> None:
+        """Count calls from here on, in what runs in this thread."""
+        self._latest = forward
+        forward.calls.clear()
+        forward.repeats.clear()
         for running in self._path:
-            running.begin_again()
-            self._calls[running.path] = 1
+            running.call, running.forward = 0, forward
+            forward.calls[running.path] = 1
+
+    def _forward_of(self, arguments: Any) -> "_Forward | None":
+        """Return the forward of what an operator or a module is given; None if only one has begun, or it is not known.
+
+        Of several, the one that began last: it may read what is kept of others, or join them.
+        """
+        if self._latest.number < 2:
+            return None
+        storages = [tensor.untyped_storage() for tensor in _tensors(arguments)]
+        for known in (self._made, self._written):
+            forwards = [forward for storage in storages if (forward := known.get(storage)) is not None]
+            if forwards:
+                return max(forwards, key=lambda forward: forward.number)
+        return None
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         running = self._path.pop()
+        forward = self._forward_of(output) or running.forward
         with _disable_current_modes():
             for place, tensor in enumerate(_tensors(output)):
-                self._show(Site(running.path, running.call, MODULE, place=place), tensor)
+                self._made.setdefault(tensor.untyped_storage(), forward)
+                self._show(Site(running.path, running.call, MODULE, place=place), tensor, forward)
+        if len(self._path) == 1 and hasattr(self._thread, "mode"):
+            self._thread.mode.close()
 
     def operated(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Show the result of an operator, and what it has written into."""
         running, schema = self._path[-1], _schema_of(operator)
         what = schema.name
-        if not schema.changes or (self._wanted is not None and (running.path, what) not in self._wanted):
+        if not schema.changes:
             return
         made, written = [*_made(schema, result)], [*_written(schema, args, kwargs)]
-        line = _line() if made or written else ""
-        self._look_up(running.path, what, (args, kwargs), line, makes_numbers=bool(made))
-        if not made and not written:
+        is_wanted = self._wanted is None or (running.path, what) in self._wanted
+        line = _line() if is_wanted and (made or written) else ""
+        forward = self._forward_of((args, kwargs))
+        if is_wanted:
+            self._look_up(running.path, what, (args, kwargs), line, makes_numbers=bool(made))
+        forward = forward or running.forward
+        self._made.update((tensor.untyped_storage(), forward) for tensor in made)
+        self._written.update((tensor.untyped_storage(), forward) for tensor in written)
+        if not is_wanted or not (made or written):
             return
-        repeat = running.repeats[what, line]
-        running.repeats[what, line] += 1
+        repeat = forward.repeats[running, what, line]
+        forward.repeats[running, what, line] += 1
         if what in _FACTOR and self._is_changed(args[_FACTOR[what]]):
-            self._show(Site(running.path, running.call, what, line, repeat, _ARGUMENT), args[_FACTOR[what]])
+            self._show(Site(running.path, running.call, what, line, repeat, _ARGUMENT), args[_FACTOR[what]], forward)
         for place, tensor in enumerate([*made, *written]):
-            self._show(Site(running.path, running.call, what, line, repeat, place), tensor)
+            self._show(Site(running.path, running.call, what, line, repeat, place), tensor, forward)
         if self._only is None:
             self._fresh |= {tensor.data_ptr(): _version(tensor) for tensor in made}
 
@@ -206,22 +263,25 @@ class SiteWatcher:
         version = _version(factor)
         return version[0] < 0 or self._fresh.get(factor.data_ptr()) != version
 
-    def _show(self, site: Site, tensor: torch.Tensor) -> None:
+    def _show(self, site: Site, tensor: torch.Tensor, forward: "_Forward") -> None:
         if self._only is None or site in self._only:
-            self._see(site, tensor.detach())
+            forward.see(site, tensor.detach())
+
+
+class _Forward:
+    """What runs from one look-up of token ids on."""
+
+    def __init__(self, see: See, number: int = 0) -> None:
+        self.see, self.number = see, number
+        self.calls = Counter[str]()
+        self.repeats = Counter[tuple[_Running, str, str]]()
 
 
 class _Running:
     """A call of a module."""
 
-    def __init__(self, path: str, call: int) -> None:
-        self.path, self.call = path, call
-        self.repeats = Counter[tuple[str, str]]()
-
-    def begin_again(self) -> None:
-        """Count from here on."""
-        self.call = 0
-        self.repeats.clear()
+    def __init__(self, path: str, call: int, forward: _Forward) -> None:
+        self.path, self.call, self.forward = path, call, forward
 
 
 class _Mode(TorchDispatchMode):

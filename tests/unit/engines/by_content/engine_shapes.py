@@ -1,5 +1,8 @@
 """Engines that compute the same and lay out the rows of a step in different ways; mistakes to plant in them."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -204,6 +207,57 @@ class LateHead(Shape):
             return self.model.head(x)[0]
 
 
+class TakesTurns(Shape):
+    """Two microbatches, each with a look-up of its own, take turns layer by layer."""
+
+    def step(self, work):
+        halves = [half for half in (work[::2], work[1::2]) if half]
+        batches = [self.packed_batch(half) for half in halves]
+        logits = dict(zip([part[0] for half in halves for part in half], self.run(batches), strict=True))
+        return torch.stack([logits[part[0]] for part in work])
+
+    def packed_batch(self, work):
+        items = [item for part in work for item in self.items(part)]
+        ends = [*accumulate(len(part[1]) for part in work)]
+        ids, batch = self.forward(items, [end - 1 for end in ends], lambda *inputs: inputs)
+        return ids, batch, self.positions, self.is_live
+
+    @torch.no_grad()
+    def run(self, batches):
+        model = self.model
+        states = [(model.embed(ids), None) for ids, *_ in batches]
+        for layer in model.layers:
+            for at, (_, batch, self.positions, self.is_live) in enumerate(batches):
+                states[at] = layer(*states[at], batch)
+        normed = [model.norm(*state)[0] for state in states]
+        return torch.cat(
+            [model.head(x[batch["sampled"]])[0] for x, (_, batch, *_) in zip(normed, batches, strict=True)]
+        )
+
+
+class InThreads(TakesTurns):
+    """Two microbatches run at the same time, in a thread each."""
+
+    def __init__(self, *arguments):
+        self.thread = threading.local()
+        super().__init__(*arguments)
+
+    positions = property(
+        lambda self: self.thread.positions, lambda self, value: setattr(self.thread, "positions", value)
+    )
+    is_live = property(lambda self: self.thread.is_live, lambda self, value: setattr(self.thread, "is_live", value))
+
+    def run(self, batches):
+        begin = threading.Barrier(len(batches))
+
+        def run(batch):
+            begin.wait()
+            return TakesTurns.run(self, [batch])
+
+        with ThreadPoolExecutor(len(batches)) as threads:
+            return torch.cat([*threads.map(run, batches)])
+
+
 class ColumnsFirst(PaddedRight):
     """Looks up the first token of each request, then the second ones; the rows are those of one request first."""
 
@@ -290,6 +344,7 @@ class Mixture(Shape):
 SHAPES = (
     Packed, Loop, Chunks, PaddedChunks, TokenByToken, PrefillThenDecode, LongestFirst, LongestFirstGathered, LastFirst,
     PaddedRight, PaddedLeft, Bucket, ComputesAllAgain, WarmsUp, HasDraftModel, LateHead, Mixture,
+    TakesTurns, InThreads,
 )  # fmt: skip
 AT = 6
 """Position from which on a mistake is made."""

@@ -16,6 +16,7 @@ from .engine_shapes import (
     SHAPES,
     Chunks,
     ColumnsFirst,
+    InThreads,
     OtherModulesForMany,
     OtherModulesForOne,
     PaddedLeft,
@@ -23,6 +24,8 @@ from .engine_shapes import (
     ShortestFirstAfterLookup,
 )
 
+OF_BOTH_THREADS = InThreads, "attention "
+"""This mistake replaces a function of torch's for a moment, in whichever thread calls it then."""
 FOLDER = "qwen2-tiny"
 PROMPTS = [[5, 5, 9, 5, 5, 9, 0, 5, 5, 9, 5, 0], [5, 5, 9, 5, 7, 7, 7, 30], [0, 0, 3, 5, 5, 9, 5]]
 """Equal beginnings, equal tokens, and tokens that are padding in other rows."""
@@ -52,7 +55,7 @@ def test_a_sound_engine_passes_with_all_taps(checkpoints, shape, dtype):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("shape", "site"), list(product(SHAPES, MISTAKES)))
+@pytest.mark.parametrize(("shape", "site"), [pair for pair in product(SHAPES, MISTAKES) if pair != OF_BOTH_THREADS])
 def test_a_mistake_is_found_at_its_operation_and_row(checkpoints, shape, site):
     engine = shape(checkpoints / FOLDER)
     MISTAKES[site](engine)

@@ -1,9 +1,12 @@
 """Places in a step have the same name in every step."""
 
+import threading
+from dataclasses import replace
+
 import torch
 from torch import nn
 
-from harness.engines.by_content.steps import MODULE, RETURNED, SiteWatcher
+from harness.engines.by_content.steps import ARGUMENTS, MODULE, RETURNED, Lookup, SiteWatcher
 
 
 class Step(nn.Module):
@@ -86,3 +89,84 @@ def test_memory_that_was_freed_is_not_shown_before_something_is_written_into_it(
     names = [site.what for site, _ in watched(Fills(), torch.ones(2))]
     assert "aten.copy_.default" in names
     assert not any("empty" in name for name in names)
+
+
+class TwoLayers(nn.Module):
+    """Squares between its layers belong to no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def alone(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x) * x
+        return x
+
+    def in_turns(self, *ids):
+        states = [self.embed(item) for item in ids]
+        for layer in self.layers:
+            products = [layer(x) for x in states]
+            states = [product * x for product, x in zip(products, states, strict=True)]
+
+
+def in_threads(model, *ids):
+    barrier = threading.Barrier(len(ids))
+
+    def run(item):
+        barrier.wait()
+        with torch.no_grad():
+            return model.layers[1](model.layers[0](model.embed(item)))
+
+    threads = [threading.Thread(target=run, args=(item,)) for item in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def by_forward(model, run):
+    """Return for each forward its token ids, and what was shown of it."""
+    names = {module: path for path, module in model.named_modules()}
+    forwards = []
+
+    def begin(_lookup, ids, _makes_numbers):
+        shown = {}
+        forwards.append((ids, shown))
+        return lambda site, tensor: shown.update({replace(site, line=""): tensor.clone()})
+
+    watcher = SiteWatcher(names, lambda *_: None, lookups=[Lookup("embed", ARGUMENTS)], on_ids=begin)
+    with torch.no_grad(), watcher:
+        run()
+    return forwards
+
+
+IDS = torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
+
+
+def test_forwards_that_take_turns_are_told_apart_by_what_their_tensors_are_computed_from():
+    model = TwoLayers()
+    together = by_forward(model, lambda: model.in_turns(*IDS))
+    assert [ids.tolist() for ids, _ in together] == [[1, 2, 3], [4, 5, 6]]
+    for ids, shown in together:
+        ((_, alone),) = by_forward(model, lambda ids=ids: model.alone(ids))
+        outputs = {site: tensor for site, tensor in shown.items() if site.what == MODULE}
+        assert len(outputs) == 3
+        assert all(torch.equal(alone[site], tensor) for site, tensor in outputs.items())
+        products = [tensor for site, tensor in shown.items() if site.what == "aten.mul.Tensor"]
+        expected = [tensor for site, tensor in alone.items() if site.what == "aten.mul.Tensor"]
+        assert all(map(torch.equal, products, expected))
+        assert len(products) == len(expected) == 2
+
+
+def test_forwards_in_threads_are_each_shown_with_their_operators():
+    model = TwoLayers()
+    together = by_forward(model, lambda: in_threads(model, *IDS))
+    assert sorted(ids.tolist() for ids, _ in together) == [[1, 2, 3], [4, 5, 6]]
+    for ids, shown in together:
+        ((_, alone),) = by_forward(model, lambda ids=ids: model.layers[1](model.layers[0](model.embed(ids))))
+        assert shown.keys() == alone.keys()
+        assert all(torch.equal(alone[site], tensor) for site, tensor in shown.items())
+        assert any(site.what == "aten.addmm.default" for site in shown)
