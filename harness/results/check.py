@@ -437,6 +437,8 @@ class DetectionPower:
     """Taps of the operations, one of each site, whose mistakes were tried."""
     not_tried: tuple[str, ...] = ()
     """Taps of operations for which there was no time."""
+    not_covered: tuple[str, ...] = ()
+    """Sites of which no mistake was tried: caches, states, and what was judged only through other operations."""
     failures: tuple[str, ...] = ()
     """Explanations that raised an error, and where."""
 

@@ -59,6 +59,7 @@ def power_of(
         mistakes=tuple(sorted(mistakes, key=lambda mistake: order[mistake.tap])),
         tried=tuple(sorted(tried, key=order.__getitem__)),
         not_tried=tuple(op.tap for op in operations if op.tap not in tried),
+        not_covered=_without_sound_rows(comparison, hf),
         failures=tuple(failures),
     )
 
@@ -71,6 +72,12 @@ def _in_turns(comparison: Comparison, hf: HFModel) -> list[Operation]:
         turns[operation.kind] = turns.get(operation.kind, -1) + 1
         order.append((turns[operation.kind], operation))
     return [operation for _, operation in sorted(order, key=lambda item: item[0])]
+
+
+def _without_sound_rows(comparison: Comparison, hf: HFModel) -> tuple[str, ...]:
+    """Return the sites of which no mistake was tried: caches, states, and what was judged only through others."""
+    covered = {hf.graph[tap].site for tap in comparison.sound}
+    return tuple(dict.fromkeys(op.site for op in hf.graph if op.site not in covered))
 
 
 def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]:

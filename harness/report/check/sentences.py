@@ -235,6 +235,8 @@ def power_sentence(power: DetectionPower) -> str:
         parts.append(f"{len(mistakes):,} need {needs} ({_examples(mistakes)})")
     if power.not_tried:
         parts.append(f"for {count(len(power.not_tried), 'operation')} there was no time")
+    if power.not_covered:
+        parts.append(f"no mistake was tried in {_names(power.not_covered)}")
     if power.failures:
         parts.append(f"{count(len(power.failures), 'explanation')} could not be tried")
     return printable("; ".join(parts))

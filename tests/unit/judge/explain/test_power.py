@@ -13,6 +13,7 @@ from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.judge.explain import power
 from harness.judge.explain.run import Explainer
 from harness.judge.jobs import check
+from harness.report.check.sentences import power_sentence
 from harness.results.check import Outcome
 
 PROMPTS = [[5, 17, 99, 23, 64, 8, 41], [30, 31, 90, 12, 7, 55, 81, 120, 3, 77, 45, 9, 66]]
@@ -110,6 +111,14 @@ def test_bfloat16_hides_what_float32_shows(sound):
     assert shares[torch.bfloat16].needs == "float32"
     assert shares[torch.float32].is_seen
     assert shares[torch.float32].bound_share > 1000 * shares[torch.bfloat16].bound_share
+
+
+def test_where_no_mistake_is_tried_is_said(sound):
+    report, (comparison, *_rest) = sound()
+    tried, rest = {name.split("layers.0.")[-1] for name in comparison.sound}, report.power.not_covered
+    assert {"k_cache", "v_cache"} <= set(rest)
+    assert tried.isdisjoint(rest)
+    assert f"no mistake was tried in {rest[0]}" in power_sentence(report.power)
 
 
 def test_no_time_leaves_operations_out_and_says_so(sound):
