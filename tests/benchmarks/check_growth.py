@@ -24,11 +24,11 @@ from tabulate import tabulate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.base.memory import watched_memory
+from harness.extensions.faults.zoo.lively import make_lively
 from harness.formats.case import RequestSpec
 from harness.judge.jobs import estimate
 from harness.judge.jobs.check import run_check
 from harness.plan import Plan, plan_request
-from tests.families.lively import make_lively
 
 SCHEDULES = ["plain", "batched", "chunked", "mixed", "prefix-hit", "preempted", "forked", "rewound", "speculative"]
 AXES: Mapping[str, tuple[int, ...]] = {
