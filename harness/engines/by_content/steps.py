@@ -139,6 +139,8 @@ class SiteWatcher:
         self._fresh: dict[int, tuple[int, int]] = {}
         """Version and size of results that were shown, by their address."""
         self._stack = ExitStack()
+        self.is_over = False
+        """Whether the block has ended: a thread may run on."""
         self._latest = self._first = _Forward(see)
         self._made: WeakKeyDictionary[torch.UntypedStorage, _Forward] = WeakKeyDictionary()
         """Forwards of the tensors that were made in them."""
@@ -149,12 +151,13 @@ class SiteWatcher:
 
     def __enter__(self) -> Self:
         self._stack.callback(torch_module.register_module_forward_pre_hook(self._begin).remove)
-        self._stack.callback(torch_module.register_module_forward_hook(self._end).remove)
+        self._stack.callback(torch_module.register_module_forward_hook(self._end, always_call=True).remove)
         if self._sees_operators:
             self._stack.enter_context(_Mode(self))
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self.is_over = True
         self._stack.close()
 
     def returned(self, value: Any) -> None:
@@ -293,7 +296,8 @@ class _Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._watcher.operated(func, args, kwargs or {}, result)
+        if not self._watcher.is_over:
+            self._watcher.operated(func, args, kwargs or {}, result)
         return result
 
 

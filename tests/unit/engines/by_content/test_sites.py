@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from harness.engines.by_content.steps import ARGUMENTS, MODULE, RETURNED, Lookup, SiteWatcher
 
@@ -170,3 +171,21 @@ def test_forwards_in_threads_are_each_shown_with_their_operators():
         assert shown.keys() == alone.keys()
         assert all(torch.equal(alone[site], tensor) for site, tensor in shown.items())
         assert any(site.what == "aten.addmm.default" for site in shown)
+
+
+def test_a_module_that_raises_in_a_thread_leaves_no_mode_there():
+    model, modes = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3)), []
+
+    def run():
+        try:
+            model(torch.ones(2, 4))
+        except RuntimeError:
+            modes.append(_get_current_dispatch_mode())
+
+    names = {module: path for path, module in model.named_modules()}
+    with SiteWatcher(names, lambda *_: modes.append(_get_current_dispatch_mode())):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert len(modes) > 1
+    assert modes[-1] is None
