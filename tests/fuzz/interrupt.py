@@ -24,7 +24,7 @@ from harness.cli.main import main
 from harness.command.interrupts import INTERRUPTED
 from harness.errors import HarnessError
 from harness.formats.recording import Recording
-from harness.oracle.golden import open_golden
+from harness.oracle.golden import PLAIN, open_golden
 
 from .target import CHECKPOINTS, WORKLOAD
 
@@ -194,7 +194,7 @@ def _not_whole(folder: Path) -> Iterator[str]:
         if not is_golden:
             return
         golden = open_golden(folder)
-        if golden.info is None or not (golden.noise or golden.is_plain):
+        if golden.info is None or not (golden.noise or golden.info.key["truth"] == PLAIN):
             yield f"{folder.name} reads as a golden and lacks a part"
     except HarnessError as error:
         yield f"{folder.name} reads as whole and is not: {error}"

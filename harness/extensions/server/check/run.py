@@ -62,7 +62,11 @@ def check_endpoint(
         server_s=answered - loaded,
         truth_s=background.seconds,
         all_s=time.perf_counter() - begin,
-        notes=(*plan.notes, *_notes(probed, results, asked.num_retries, asked.waited_s), _not_asked(probed, runs)),
+        notes=(
+            *plan.notes,
+            *_notes(probed, results, asked.num_retries, asked.waited_s),
+            _not_asked(probed, runs, address.concurrency),
+        ),
     )
 
 
@@ -176,12 +180,18 @@ _WAYS = {
 }
 
 
-def _not_asked(probed: Probed, runs: Sequence[ScheduledRequests]) -> str:
+def _not_asked(probed: Probed, runs: Sequence[ScheduledRequests], concurrency: int) -> str:
     """Say what no request was sent for, so that nothing is known of it."""
     asked = {run.way for run in runs} | ({Way.TEXT} if not probed.dialect.takes_token_ids else set())
     unasked = [what for way, what in _WAYS.items() if way not in asked]
     unasked += [f"the models {', '.join(probed.other_models[:3])}"] if probed.other_models else []
-    return f"not asked: {', '.join(unasked)}{', ' if unasked else ''}chats, temperatures above 0"
+    sent = [item for run in runs for item in run.sent]
+    longest = max((len(item.prompt) for item in sent), default=0)
+    most = max((len(item.result.token_ids) for item in sent if isinstance(item.result, Completion)), default=0)
+    together = min(concurrency, max((len(run.sent) for run in runs), default=0))
+    unasked += ["chats", "temperatures above 0", f"prompts of more than {longest:,} tokens"]
+    unasked += [f"more than {most:,} new tokens", f"more than {together} requests at once"]
+    return f"not asked: {', '.join(unasked)}"
 
 
 def _is_drawn(result: ScheduleResult) -> bool:

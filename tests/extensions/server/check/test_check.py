@@ -226,3 +226,11 @@ def test_both_reports_say_what_was_found(folder, server):
 
 def positive(answer):
     answer["choices"][0]["logprobs"]["token_logprobs"][0] = 0.5
+
+
+def test_what_was_not_asked_is_said_with_its_sizes(server, folder):
+    _, url = server
+    result = check_endpoint(make_plan(folder, prompts=[[*range(3, 20)]], max_new_tokens=5), Address(url=url))
+    (note,) = [note for note in result.notes if note.startswith("not asked: ")]
+    # half of an answer is sent behind its prompt once more, and a prompt twice at once
+    assert note.endswith("prompts of more than 19 tokens, more than 5 new tokens, more than 2 requests at once"), note
