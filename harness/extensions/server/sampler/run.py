@@ -27,6 +27,7 @@ from harness.extensions.server.sampler.judge import (
 )
 from harness.extensions.server.sampler.logprobs import LogprobEvidence
 from harness.extensions.server.sampler.requests import (
+    NOT_ASKED,
     TOKENS,
     Answers,
     DrawRequest,
@@ -166,7 +167,7 @@ class _Judged:
             could_miss=pooled.could_miss,
             no_change=pooled.no_change,
             findings=tuple(findings),
-            notes=tuple(_notes(results)),
+            notes=(*_notes(results), NOT_ASKED),
             server_s=self._asked.seconds,
             truth_s=truth_s,
         )

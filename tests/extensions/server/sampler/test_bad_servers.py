@@ -125,7 +125,9 @@ def test_defaults_of_the_server_are_a_note_and_no_finding(address, monkeypatch):
     result = check_sampler(plan_of(), address, num_draws=200, only=["defaults"])
     assert result.settings[0].findings == result.findings == ()
     assert result.outcome is Outcome.NOTHING
-    assert result.notes
+    defaults, not_asked = result.notes
+    assert defaults.startswith("where only a temperature is sent, ")
+    assert not_asked.startswith("not asked: answers of more than 10 tokens, ")
 
 
 @pytest.mark.slow
