@@ -133,7 +133,8 @@ class Recording:
             HarnessError: STEP_ALTERED.
         """
         groups = self._groups[steps]
-        where = [(groups == group).nonzero()[:, 0] for group in groups.unique()]
+        _, counts = groups.unique(return_counts=True)
+        where = groups.argsort(stable=True).split(counts.tolist())
         parts = [self.steps[int(steps[at[0]])].rows(name, self._places[steps[at]], places[at]) for at in where]
         return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(where).argsort()]
 

@@ -171,6 +171,10 @@ class PaddedBatch:
         self._row = self._padded([sequence.row for sequence in sequences], NOWHERE)
         self.is_own = self._padded([_is_judged(recording, sequence, lengths) for sequence in sequences], False)
         """[places] bool: rows that are judged in this batch."""
+        self._located = dict[
+            tuple[tuple[int, ...], str | None], tuple[torch.Tensor, torch.Tensor | int, torch.Tensor | slice]
+        ]()
+        """What `_locate` returns, by the steps that have a tap, and the tap if it covers only some of their rows."""
         self.positions = positions
 
     def _padded(self, columns: Sequence[torch.Tensor], fill: int | bool) -> torch.Tensor:
@@ -224,18 +228,30 @@ class PaddedBatch:
 
     def recorded(self, tap: str) -> RecordedRows | None:
         """Return the rows of a tap that were recorded; None if there are none."""
+        steps = self.recording.steps
+        indices = tuple(index for index, _, _ in self._by_step if steps[index].has(tap))
+        key = indices, None if all(steps[index].is_whole(tap) for index in indices) else tap
+        if key not in self._located:
+            self._located[key] = self._locate(tap)
+        places, step, rows = self._located[key]
+        if not len(places):
+            return None
+        if isinstance(step, int):
+            return RecordedRows(places=places, rows=steps[step].tap(tap)[rows])
+        assert isinstance(rows, torch.Tensor)
+        return RecordedRows(places=places, rows=self.recording.rows(tap, step, rows))
+
+    def _locate(self, tap: str) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor | slice]:
+        """Return places of a tap's rows, [rows], and which rows of which steps they are; of one step its index."""
         covered = [(index, *self._covered(index, places, rows, tap)) for index, places, rows in self._by_step]
         parts = [part for part in covered if len(part[1])]
-        if not parts:
-            return None
         if len(parts) == 1:
-            ((index, places, chosen),) = parts
-            return RecordedRows(places=places, rows=self.recording.steps[index].tap(tap)[chosen])
-        places = torch.cat([places for _, places, _ in parts])
-        steps = torch.tensor([index for index, _, _ in parts])
-        steps = steps.repeat_interleave(torch.tensor([len(places) for _, places, _ in parts]))
-        rows = torch.cat([_as_indices(rows) for _, _, rows in parts])
-        return RecordedRows(places=places, rows=self.recording.rows(tap, steps, rows))
+            ((index, places, rows),) = parts
+            return places, index, rows
+        empty = torch.empty(0, dtype=torch.int64)
+        steps = [torch.full_like(places, index) for index, places, _ in parts]
+        places = torch.cat([empty, *(places for _, places, _ in parts)])
+        return places, torch.cat([empty, *steps]), torch.cat([empty, *(_as_indices(rows) for _, _, rows in parts)])
 
     def _covered(
         self, index: int, places: torch.Tensor, rows: torch.Tensor | slice, tap: str

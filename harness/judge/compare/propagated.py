@@ -122,9 +122,10 @@ def propagated_errors(
         unit=rounding_unit(engine_dtype(actual)),
         depths={operation.tap: depth for depth, operation in enumerate(graph, start=1)},
     )
+    located = _Located(actual, expected)
     for chunk in chunks(actual.steps):
         for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in usable):
-            pair = _pair(actual, [step for step in chunk if step.has(tap)], tap, expected)
+            pair = located.pair([step for step in chunk if step.has(tap)], tap)
             if pair is None:
                 continue
             rows, places, ours, theirs = pair
@@ -183,19 +184,36 @@ def what_logits_show(noise: torch.Tensor, graph: Graph) -> str:
     )
 
 
-def _pair(
-    actual: Recording, steps: Sequence[Step], tap: str, expected: Locator
-) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Return the rows of a tap in some steps, and their expected rows; rows that `expected` lacks are left out."""
-    rows = rows_of_steps(steps, tap)
-    places = expected.find(tap, rows)
-    present = places[:, 0] >= 0
-    if not bool(present.any()):
-        return None
-    ours = actual.rows(tap, rows.step, places_in_steps(steps, tap)) if len(steps) > 1 else steps[0].tap(tap)
-    if not bool(present.all()):
-        rows, places, ours = rows.select(present), places[present], ours[present]
-    return rows, places, ours.flatten(1), expected.gather(tap, places).flatten(1)
+@dataclass(slots=True)
+class _Located:
+    """Where rows of some steps are in both recordings: the same for taps of the same rows."""
+
+    actual: Recording
+    expected: Locator
+    _known: dict[tuple[tuple[int, ...], str | None, tuple[str, ...]], tuple[Rows, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+
+    def pair(self, steps: Sequence[Step], tap: str) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Return the rows of a tap in some steps, and the expected rows; rows that are not expected are left out."""
+        rows, at, places = self._places(steps, tap)
+        present = places[:, 0] >= 0
+        if not bool(present.any()):
+            return None
+        ours = self.actual.rows(tap, rows.step, at) if len(steps) > 1 else steps[0].tap(tap)
+        if not bool(present.all()):
+            rows, places, ours = rows.select(present), places[present], ours[present]
+        return rows, places, ours.flatten(1), self.expected.gather(tap, places).flatten(1)
+
+    def _places(self, steps: Sequence[Step], tap: str) -> tuple[Rows, torch.Tensor, torch.Tensor]:
+        """Return the rows of a tap in some steps, their places in these, and those that `Locator.find` returns."""
+        indices = tuple(step.index for step in steps)
+        is_whole = all(step.is_whole(tap) for step in steps)
+        key = (indices, None if is_whole else tap, self.expected.signature(tap))
+        if key not in self._known:
+            rows = rows_of_steps(steps, tap)
+            self._known[key] = rows, places_in_steps(steps, tap), self.expected.find(tap, rows)
+        return self._known[key]
 
 
 def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:
