@@ -187,6 +187,8 @@ def _refuse_contradictions(case: Case) -> None:
         refuse("--engine-timeout", "the time limit must be positive", expected="seconds", actual=limit_s)
     if case.budget_s is not None and not 0 < case.budget_s < math.inf:
         refuse("--budget", "the budget must be positive", expected="seconds", actual=case.budget_s)
+    if not 0 <= case.explain_s < math.inf:
+        refuse("--explain-seconds", "the time must not be negative", expected="seconds", actual=case.explain_s)
     if case.rows is not None and case.rows < 1:
         refuse("--rows", "the number of rows must be positive", expected="at least 1", actual=case.rows)
     if case.rows_seed < 0:

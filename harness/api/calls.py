@@ -44,6 +44,7 @@ def check(
     truth: str = "auto",
     rows: int | None = None,
     rows_seed: int = 0,
+    explain_seconds: float = 5.0,
     mtp: bool = False,
     lora: str | Path | None = None,
     engine_options: Mapping[str, object] | None = None,
@@ -70,6 +71,8 @@ def check(
         truth: precision of the truth: `float64`, `float32`, or `auto` for what the dtype needs.
         rows: positions of each request at which products and attention are judged, for long prompts; None for all.
         rows_seed: draws other positions.
+        explain_seconds: time for trying changes of HF's code as causes of what is wrong; 0 ends the check at the first
+            wrong operation, without looking for its cause.
         mtp: whether to judge the layers that predict further tokens, too.
         lora: folder of an adapter (PEFT's format) that the truth applies beside the model's weights; an engine that is
             opened by its name gets it as its option `lora`.
@@ -97,6 +100,7 @@ def check(
             schedules=_several(schedules),
             rows=rows,
             rows_seed=rows_seed,
+            explain_s=explain_seconds,
             mtp=mtp,
             lora=None if lora is None else Path(lora),
             local_files_only=local_files_only,

@@ -130,7 +130,7 @@ class CaseOptions:
 
 EVERY_OPTION = CaseOptions(
     "model", "hf", "tensors", "names", *ENGINE, "device", "requests", "max_new_tokens", "schedules", "only", "case",
-    "lora", "mtp", "stops_early", "budget_s", "rows",
+    "lora", "mtp", "budget_s", "explain_s", "rows",
 )  # fmt: skip
 """Options of `harness check` except --dtype, which it declares itself because it may be repeated. The other fields of a
 case are set in case files or by `harness.check`."""

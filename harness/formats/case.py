@@ -238,15 +238,6 @@ class Case(BaseModel):
             kind=bool,
         ),
     ] = False
-    stops_early: Annotated[
-        bool,
-        Option(
-            "--stop-early",
-            "Stop at the first wrong operation, without looking for its cause.",
-            kind=bool,
-            is_in_files=False,
-        ),
-    ] = False
     budget_s: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         Option(
@@ -257,6 +248,16 @@ class Case(BaseModel):
             is_in_files=False,
         ),
     ] = None
+    explain_s: Annotated[
+        Annotated[float, Field(ge=0, allow_inf_nan=False)],
+        Option(
+            "--explain-seconds SECONDS",
+            "Time for trying changes of HuggingFace's code as causes of what is wrong. 0: stop at the first wrong "
+            "operation, without looking for its cause. [default: 5]",
+            kind=float,
+            is_in_files=False,
+        ),
+    ] = 5.0
     rows: Annotated[
         _Count | None,
         Option(
@@ -270,6 +271,11 @@ class Case(BaseModel):
         Annotated[int, Field(ge=0, lt=2**31)],
         Option("--rows-seed N", "Random seed of the positions for --rows. [default: 0]", kind=int),
     ] = 0
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the check ends at the first wrong operation, whose cause nobody asks for."""
+        return self.explain_s == 0
 
     @field_validator("schedules")
     @classmethod

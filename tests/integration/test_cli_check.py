@@ -89,7 +89,7 @@ def test_the_keys_of_a_check_that_does_not(check, install):
 def test_who_stops_early_judges_up_to_the_first_wrong_operation_and_runs_no_further_schedule(check, install):
     engine = install(PERTURBED)
     whole = check("--engine", engine, "--schedule", "plain,batched", "--format", "json").json
-    ran = check("--engine", engine, "--schedule", "plain,batched", "--stop-early", "--format", "json")
+    ran = check("--engine", engine, "--schedule", "plain,batched", "--explain-seconds", "0", "--format", "json")
     assert ran.status == 1
     assert ran.json["first_divergence"]["tap"] == whole["first_divergence"]["tap"] == "model.layers.1.mlp.up_proj"
     assert {finding["schedule"] for finding in ran.json["findings"]} == {"plain"}
@@ -114,7 +114,9 @@ def test_the_next_place_to_look(check, install, llama):
 
 @pytest.mark.slow
 def test_the_next_command_is_about_the_one_request_where_its_rows_depend_on_no_other(check, install):
-    ran = check("--engine", install(PERTURBED), "--schedule", "plain,batched", "--stop-early", "--format", "json")
+    ran = check(
+        "--engine", install(PERTURBED), "--schedule", "plain,batched", "--explain-seconds", "0", "--format", "json"
+    )
     assert ran.json["next"]["command"].endswith(" --schedule plain --token-ids 1,9,10 --max-new-tokens 3")
 
 
@@ -179,6 +181,15 @@ def test_a_budget_is_a_positive_time(check, budget):
     ran = check("--budget", budget)
     assert ran.status == 2
     assert ran.err.startswith("H013: the budget must be positive\n  where:    --budget\n  expected: seconds\n")
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_the_time_for_explanations_is_not_negative(check, seconds):
+    ran = check("--explain-seconds", seconds)
+    assert ran.status == 2
+    assert ran.err.startswith(
+        "H013: the time must not be negative\n  where:    --explain-seconds\n  expected: seconds\n"
+    )
 
 
 def test_a_mismatch_for_people(check, install):

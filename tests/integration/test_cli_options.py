@@ -17,8 +17,8 @@ from .command_tree import leaves, parameters, with_an_empty_value
 OPTIONS = {
     "check": (
         "--model --hf --tensors --names --engine --engine-option --engine-timeout --engine-python --device --prompt "
-        "--prompt-file --token-ids --max-new-tokens --schedule --taps --case --lora --mtp --stop-early --budget "
-        "--rows --dtype --out --dry-run --local-files-only --format"
+        "--prompt-file --token-ids --max-new-tokens --schedule --taps --case --lora --mtp --budget "
+        "--explain-seconds --rows --dtype --out --dry-run --local-files-only --format"
     ),
     "golden": (
         "--model --hf --dtype --device --truth --prompt --prompt-file --token-ids --max-new-tokens --continuation "

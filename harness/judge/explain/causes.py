@@ -75,12 +75,9 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
     ),
     Kind.ADD: (
         wiring.other_addition,
-        wiring.residual_after_the_norm,
-        wiring.another_tensor,
-        wiring.coarse_addition,
         *_ELEMENTWISE,
     ),
-    Kind.ACTIVATION: (activation.other_activation, *_ELEMENTWISE),
+    Kind.ACTIVATION: _ELEMENTWISE,
     Kind.ATTENTION: (
         slots.cache_played_back,
         slots.rejected_drafts,
@@ -143,17 +140,14 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         lora.outputs_of_adapter_in_another_order,
         *_EMBEDDING,
         embedding.misplaced,
-        router.other_routing_weights,
         experts.wrong_experts,
         experts.other_sum,
         recurrence.wrong_state,
-        norms.other_gate,
         *_ELEMENTWISE,
         settings.other_biases,
     ),
 }
 _WIRING: Sequence[Explain] = (wiring.other_sum, wiring.other_input)
-_SETTINGS: Sequence[Explain] = (settings.other_settings,)
 _EDITS: Sequence[Explain] = (other_code,)
 _GENERIC: Sequence[Explain] = (
     generic.zero_output,
@@ -171,13 +165,13 @@ _FITTED = (misread.other_rows,)
 LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
     Kind.EMBEDDING: (_GENERIC,),
     Kind.COPY: (_GENERIC,),
-    Kind.NORM: (_WIRING, _SETTINGS, _EDITS, _GENERIC),
-    Kind.LINEAR: (_WIRING, _SETTINGS, _EDITS, _GENERIC),
-    Kind.ROTARY: (_SETTINGS, _EDITS, _GENERIC),
-    Kind.ADD: (_SETTINGS, _EDITS, _GENERIC),
-    Kind.ACTIVATION: (_SETTINGS, _EDITS, _GENERIC),
-    Kind.ATTENTION: (_SETTINGS, _GENERIC),
-    Kind.OTHER: (_WIRING, _SETTINGS, _EDITS, _GENERIC),
+    Kind.NORM: (_WIRING, _EDITS, _GENERIC),
+    Kind.LINEAR: (_WIRING, _EDITS, _GENERIC),
+    Kind.ROTARY: (_EDITS, _GENERIC),
+    Kind.ADD: (_EDITS, _GENERIC),
+    Kind.ACTIVATION: (_EDITS, _GENERIC),
+    Kind.ATTENTION: (_EDITS, _GENERIC),
+    Kind.OTHER: (_WIRING, _EDITS, _GENERIC),
 }
 """Stages of explanations. Each is tried only if no earlier one fits every row; the most general stage is last."""
 

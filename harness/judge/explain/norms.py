@@ -1,7 +1,6 @@
-"""A norm is wrong: its weight, its eps, its statistic, the elements that it runs over, or its gate.
+"""A norm is wrong: its weight, its eps, its statistic, the elements that it runs over.
 
-The known form is y = w x / sqrt(mean(x^2) + eps) + b, found for each model among the ways to write it; Mamba 2's gated
-norm is y = w norm(x silu(g)) or w norm(x) silu(g).
+The known form is y = w x / sqrt(mean(x^2) + eps) + b, found for each model among the ways to write it.
 
 `R` rows, `N` heads (1 except in the norms of q and k), `D` elements that are normalised, `W` elements of a row.
 """
@@ -12,7 +11,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.nn.functional import silu
 
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
@@ -396,34 +394,3 @@ def _statistics(norm: NormForm) -> tuple[torch.Tensor, torch.Tensor]:
     scaled, actual = x * weight, norm.actual
     gain = (actual * scaled).sum(-1, keepdim=True) / scaled.square().sum(-1, keepdim=True)
     return x.square().mean(dim=-1, keepdim=True), gain.sign() * gain.square().reciprocal()
-
-
-def other_gate(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The gate of the norm is left out, is not activated, or is multiplied on the other side of the norm."""
-    module: Any = wrong.module
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-    if not isinstance(weight, torch.Tensor) or eps is None or len(wrong.inputs) < 2:
-        return
-    x, product, *_ = (item.flatten(1) for item in wrong.inputs)
-    width = x.shape[1]
-    if weight.dim() != 1 or width % len(weight) or x.shape != wrong.expected.shape or product.shape[1] < width:
-        return
-    w = weight.detach().to("cpu", torch.float64).repeat(width // len(weight))
-
-    def normed(rows: torch.Tensor) -> torch.Tensor:
-        groups = rows.unflatten(1, (-1, getattr(module, "group_size", len(weight))))
-        result: torch.Tensor = w * (groups * (groups.square().mean(dim=-1, keepdim=True) + float(eps)).rsqrt()).flatten(
-            1
-        )
-        return result
-
-    for gate in (product[:, :width], product[:, -width:]):
-        before, after = normed(x * silu(gate)), normed(x) * silu(gate)
-        is_before = wrong.is_expected(before)
-        if is_before or wrong.is_expected(after):
-            yield Hypothesis(cause="the gate of the norm is left out", output=normed(x))
-            sides = ("after the norm instead of before", after) if is_before else ("before the norm, not after", before)
-            yield Hypothesis(cause=f"the gate is multiplied {sides[0]}", output=sides[1])
-            plain = normed(x * gate) if is_before else normed(x) * gate
-            yield Hypothesis(cause="the gate of the norm is not activated", output=plain)
-            return

@@ -40,16 +40,26 @@ _SOUND = (Verdict.EXACT, Verdict.NOISE, Verdict.CONVENTION)
 _FALL = 0.5
 _MAX_ROWS = 192
 _EDIT_SECONDS = 5.0
-"""Time that all edits of HF's code may take together in one explained run."""
+"""Time that all edits of HF's code may take together, if nothing else is said."""
 
 
-def explain_run(comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel) -> RunResult:
-    """Return the result with an explanation for each finding on wrong values of one operation."""
+def explain_run(
+    comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel, edit_budget: Budget | None = None
+) -> RunResult:
+    """Return the result with an explanation for each finding on wrong values of one operation.
+
+    Args:
+        comparison: of the recording with the golden.
+        recording: the engine's.
+        expected: the golden.
+        hf: the model in the engine's dtype.
+        edit_budget: time that is left for trying edits of HF's code; None for a time of its own.
+    """
     run = comparison.result
     if not any(finding.tap for finding in run.findings):
         return run
     with ExitStack() as stack:
-        explainer = Explainer(comparison, recording, expected, hf, stack)
+        explainer = Explainer(comparison, recording, expected, hf, stack, edit_budget)
         findings = tuple(explainer.explained(finding) for finding in run.findings)
     by_tap = {finding.tap: finding.explanation for finding in findings if finding.explanation is not None}
     first = run.first_divergence
@@ -100,7 +110,13 @@ class Explainer:
     """Explains the operations of one recording."""
 
     def __init__(
-        self, comparison: Comparison, recording: Recording, expected: Golden, hf: HFModel, stack: ExitStack
+        self,
+        comparison: Comparison,
+        recording: Recording,
+        expected: Golden,
+        hf: HFModel,
+        stack: ExitStack,
+        edit_budget: Budget | None = None,
     ) -> None:
         self.comparison, self.recording, self.golden, self.hf = comparison, recording, expected, hf
         self._stack = stack
@@ -110,7 +126,7 @@ class Explainer:
         self.sound = frozenset(tap.name for tap in comparison.result.taps if tap.verdict in _SOUND)
         self.modules = {path for path, _ in hf.model.named_modules()}
         self._known: dict[str, Explanation | None] = {}
-        self._edit_budget = Budget(_EDIT_SECONDS)
+        self._edit_budget = edit_budget or Budget(_EDIT_SECONDS)
 
     def explained(self, finding: Finding) -> Finding:
         """Return the finding with its explanation, if it has one."""
@@ -151,7 +167,12 @@ class Explainer:
     def _explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation, and cache the result; None if there is no evidence on its rows."""
         if operation.tap not in self._known:
-            self._known[operation.tap] = self._search(operation)
+            explanation = self._search(operation)
+            note = self._edit_budget.notes.get(operation.tap)
+            if explanation is not None and note is not None and not explanation.is_cause:
+                detail = "; ".join(text for text in (explanation.detail, note) if text)
+                explanation = replace(explanation, detail=detail)
+            self._known[operation.tap] = explanation
         return self._known[operation.tap]
 
     def _search(self, operation: Operation) -> Explanation | None:

@@ -26,7 +26,7 @@ from harness.judge.compare.batch import RowSample
 from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.compare.propagated import what_logits_show
 from harness.judge.culprit import CULPRIT, SCRIPT, write_culprit
-from harness.judge.explain import explain_run, power_of, wrong_operation
+from harness.judge.explain import Budget, explain_run, power_of, wrong_operation
 from harness.judge.jobs.opened import (
     followed_schedules,
     match_taps,
@@ -159,10 +159,11 @@ def _run_schedules(
     begin: float,
 ) -> Iterator[RunResult]:
     """Yield the result of each schedule; it runs when it is asked for."""
+    edit_budget = Budget(plan.case.explain_s)
     for index, schedule in enumerate(plan.schedules):
         report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
         is_last = index + 1 == len(plan.schedules)
-        yield _run_schedule(plan, engine, schedule, golden, hf, out, report, begin, serves=is_last)
+        yield _run_schedule(plan, engine, schedule, golden, hf, out, report, begin, edit_budget, serves=is_last)
 
 
 def _run_schedule(
@@ -174,6 +175,7 @@ def _run_schedule(
     out: Path | None,
     report: Progress,
     check_begin: float,
+    edit_budget: Budget,
     *,
     serves: bool,
 ) -> RunResult:
@@ -189,7 +191,9 @@ def _run_schedule(
                 plan, engine.capabilities, actual, golden, hf, require=require, progress=report
             )
             golden = comparison.expected
-            result = comparison.result if plan.case.stops_early else explain_run(comparison, actual, golden, hf)
+            result = comparison.result
+            if not plan.case.stops_early:
+                result = explain_run(comparison, actual, golden, hf, edit_budget)
             if out is not None:
                 _keep_culprit(comparison, actual, golden, hf, out / CULPRIT)
             if serves:

@@ -1,8 +1,6 @@
-"""A setting of HF's module differs: a multiplier, a limit, a switch, or the bias that attention adds to its scores.
+"""The bias that attention adds to its scores is another (ALiBi's): it is neither a setting nor a tap.
 
-No setting is known by its name. Every number and switch that the modules around an operation hold is set to what it
-would be if it were left out, turned around, or that of another setting, and the part is run again by HF's own code. A
-bias on the scores (ALiBi's) is neither a setting nor a tap: it is changed on its way into the module.
+It is changed on its way into the module, and the part is run again by HF's own code.
 
 `B` requests, `N` heads, `T` rows, `S` positions.
 """
@@ -17,53 +15,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from harness.formats.taps import Kind
 from harness.judge.explain.core.fit import fit_factor
-from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
-from harness.oracle.attention import scaling
 
 _SMALL = 1.01
-"""Factor by which a setting is changed to see whether the operation depends on it."""
-_FAR = 1e9
-"""What stands for a limit or a cap that is left out."""
+"""Factor by which a bias is changed to see whether the operation depends on it."""
 _ALIKE = 0.25
-"""Share of the error's energy that lies in the direction in which a setting moves the rows, for it to be fitted."""
+"""Share of the error's energy that lies in the direction in which the bias moves the rows, for it to be fitted."""
 NAMED = 2e-3
 """Relative distance up to which a fitted number is one that has been tried."""
-_SIZES = (
-    "size",
-    "dim",
-    "num_",
-    "channels",
-    "features",
-    "idx",
-    "eps",
-    "epsilon",
-    "dropout",
-    "vocab",
-    "padding",
-    "norm_type",
-)
-"""Parts of the names of what is no setting of a computation, or has causes of its own."""
 _MASK = "attention_mask"
 _NAMES = ("alibi", "position_bias", _MASK)
 """Of arguments that may hold a bias: [B * N, 1, S], or [B, N, T, S] where it is part of the mask."""
 _HIDDEN = -1e4
 """What is below stands for a position that is not seen."""
 Change = Callable[[torch.Tensor], torch.Tensor]
-
-
-def other_settings(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Yield what the operation gives with one setting of its part changed.
-
-    Causes: *name* of *module* is *value* instead of *value*: left out, applied twice, turned around, turned off or on,
-    or fitted.
-    """
-    reran = ran_again(wrong)
-    if reran is not None:
-        for path, name, value in _settings(wrong):
-            yield from _others(wrong, *reran, path, name, value)
 
 
 def ran_again(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -80,40 +46,6 @@ def ran_again(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor] | None
     ):
         return None  # the part, run by itself, is not what the model ran
     return places, rerun_rows
-
-
-def _others(
-    wrong: WrongOperation, places: torch.Tensor, rerun_rows: torch.Tensor, path: str, name: str, value: Any
-) -> Iterator[Hypothesis]:
-    label, module = f"{name} of {path}", wrong.hf.module(path)
-
-    def under(changed: Any) -> torch.Tensor | None:
-        with replaced(module, name, changed):
-            try:
-                output = wrong.rerun.run()[places]  # type: ignore[union-attr]
-            except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-                return None  # the module cannot do without this setting
-        return output if output.shape == rerun_rows.shape and bool(output.isfinite().all()) else None
-
-    if isinstance(value, bool):
-        output = under(not value)
-        if output is not None and not torch.equal(output, rerun_rows):
-            yield Hypothesis(cause=f"{label} is {not value} instead of {value}", output=output)
-        return
-    if _nudged(under, value, rerun_rows) is None:
-        return
-    tried = {1.0: "left out", _FAR: "left out", value * value: "applied twice", 1 / value: "turned around", -value: ""}
-    for changed, how in tried.items():
-        output = under(changed) if not math.isclose(changed, value) else None
-        if output is not None and not torch.equal(output, rerun_rows):
-            shown = "none" if changed == _FAR else f"{changed:.6g}"
-            cause = f"{label} is {shown} instead of {value:.6g}" + (f": {how}" if how else "")
-            yield Hypothesis(cause=cause, output=output)
-    fitted = fitted_setting(wrong, under, value, rerun_rows)
-    if fitted is not None and not any(math.isclose(fitted, item, rel_tol=NAMED) for item in (value, *tried)):
-        output = under(fitted)
-        if output is not None:
-            yield Hypothesis(cause=f"{label} is {fitted:.4g} instead of {value:.6g}", output=output, num_fitted=1)
 
 
 def fitted_setting(
@@ -141,42 +73,7 @@ def _nudged(
 ) -> torch.Tensor | None:
     """Return the rows under a value beside a setting's own; None if they do not depend on it."""
     near = under(value * _SMALL)
-    if near is not None and torch.equal(near, rerun_rows) and value < _FAR:
-        near = under(value / _SMALL**40)  # a limit that nothing reaches may be one that is too high
     return None if near is None or torch.equal(near, rerun_rows) else near
-
-
-def _settings(wrong: WrongOperation) -> Iterator[tuple[str, str, Any]]:
-    """Yield module, name and value of each setting of the modules around the operation."""
-    path, part = wrong.operation.module, wrong.rerun.part_inputs.call.path  # type: ignore[union-attr]
-    paths = {path, *(wrong.graph[tap].module for tap in wrong.unrecorded)}
-    around = {parent for item in paths for parent in _parents(item, part)}
-    below = (f"{path}.{name}" for name, _ in wrong.hf.module(path).named_modules() if name)
-    inside = {item for item in below if not _is_shown(wrong, item)}
-    scales = {scaling(call) for call in wrong.rerun.calls.values()}  # type: ignore[union-attr] # named as such
-    for item in sorted(around | inside):
-        module = wrong.hf.module(item)
-        if hasattr(module, "lora_a"):
-            continue  # an adapter's scale has causes of its own
-        for name, value in list(vars(module).items()):
-            if _is_setting(name, value) and not (name.startswith("scal") and value in scales):
-                yield item, name, value
-
-
-def _is_shown(wrong: WrongOperation, path: str) -> bool:
-    return any(op.module == path and op.kind in (Kind.LINEAR, Kind.NORM) for op in wrong.graph)
-
-
-def _parents(path: str, part: str) -> Iterator[str]:
-    while path == part or path.startswith(f"{part}."):
-        yield path
-        path = path.rpartition(".")[0]
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    if name.startswith("_") or name == "training" or any(size in name for size in _SIZES):
-        return False
-    return isinstance(value, bool) or (isinstance(value, float) and value != 0 and math.isfinite(value))
 
 
 def other_biases(wrong: WrongOperation) -> Iterator[Hypothesis]:

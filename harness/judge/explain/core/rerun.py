@@ -142,18 +142,20 @@ class Rerun:
 
 @dataclass(slots=True)
 class Budget:
-    """Time that is left for what is tried in bulk."""
+    """Time that is left for what is tried in bulk, in seconds of this thread: another process takes none of it."""
 
     seconds: float
+    notes: dict[str, str] = field(default_factory=dict)
+    """By tap, what was not tried."""
 
     @contextmanager
     def spent(self) -> Iterator[None]:
         """Take the time of the block."""
-        begin = time.perf_counter()
+        begin = time.thread_time()
         try:
             yield
         finally:
-            self.seconds -= time.perf_counter() - begin
+            self.seconds -= time.thread_time() - begin
 
 
 @contextmanager

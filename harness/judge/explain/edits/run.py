@@ -2,216 +2,303 @@
 
 Every module around an operation is a few lines of Python, and so are the functions that it calls. No family and no kind
 of operation is known here: a norm, a gate, a router and a scan are all code.
+
+A change is tried first on a few of the wrong rows, in the innermost module that runs the code. Only where they come out
+as they were recorded, the whole part is run.
+
+`P` places of the batch, `R` rows, `F` few of them.
 """
 
-import ast
-import difflib
-import inspect
-import textwrap
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from types import FunctionType, MethodType
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from harness.judge.explain.any_kind.settings import ran_again
-from harness.judge.explain.core.rerun import replaced
+from harness.base.metrics import rounding_unit
+from harness.judge.compare.batch import PaddedBatch, RecordedRows
+from harness.judge.compare.evidence import PartInputs
+from harness.judge.explain.core.fit import fit_factor
+from harness.judge.explain.core.rerun import Rerun
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
-from harness.judge.explain.edits.operators import Edit, edited, edits_of
+from harness.judge.explain.edits.change import Change
+from harness.judge.explain.edits.code import codes_around, modules_around
+from harness.judge.explain.edits.held import changes_of_parameters
+from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
+from harness.oracle.paired import PartCall
+from harness.oracle.watch import token_dim
 
-_MOST_EDITS = 600
-"""Maximum number of edits of one function."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """A function of HF, and the object that holds it."""
-
-    holder: Any
-    """A module of the model, or the Python module of a function."""
-    name: str
-    function: FunctionType
-    program: ast.Module
-    """Definition of the function, without decorators."""
-    file: str
-    first: int
-    """Number of the first line of the definition in its file."""
-
-    def changed(self, edit: Edit) -> Callable[..., Any]:
-        """Return the function with a change."""
-        space: dict[str, Any] = {}
-        names = {**self.function.__globals__, "torch": torch, "_rounded": _rounded, "__class__": type(self.holder)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of constants where a variable was
-            code = compile(edited(self.program, edit), f"<{self.file}, changed>", "exec")
-        exec(code, names, space)
-        function = space[self.function.__name__]
-        return MethodType(function, self.holder) if isinstance(self.holder, nn.Module) else function
-
-    def place(self, edit: Edit) -> str:
-        """Return the file and the line of a change."""
-        return f"{Path(self.file).name}:{self.first + edit.line - 1}"
-
-    def diff(self, edit: Edit) -> str:
-        """Return the changed lines, as a diff of the statement."""
-        before, after = (ast.unparse(tree).splitlines() for tree in (self.program, edited(self.program, edit)))
-        lines = [
-            line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")
-        ]
-        return " | ".join(f"{line[0]} {line[1:].strip()}" for line in lines[:4])
+_FEW = (7, 11, 13, 17)
+"""Numbers of rows that are tried first: one of them is no other size of a tensor."""
+_SOME, _ALL = 0.5, 0.85
+"""Shares of rows that come out as recorded: for a change to be told, and for less likely ones to be left out."""
+_SAME = 1e-5
+_FALL, _ALLOWANCE = 0.5, 2.0
+"""What a row's error must fall to, in shares of it and of its bound: as in the trial."""
+_SMALL, _ALIKE = 1.01, 0.25
+"""Factor by which a number is changed to see what depends on it; share of the error's energy that lies that way."""
 
 
 def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Yield what the operation gives with one expression of HF's code around it changed.
+    """Yield what the operation gives with one change of HF's code around it, or of what it holds.
 
     Causes: in *module* (*file:line*), `*expression*` is left out, is applied twice, is `*expression*`, takes the other
-    branch, is rounded to *dtype*.
+    branch, comes after `*statement*`, is multiplied by *value*, is rounded to *dtype*; *parameter* is zero, all one,
+    transposed, in another order, rounded, scaled, or that of *module*; *module* gives its input.
     """
     budget = wrong.edit_budget
-    if budget is None or budget.seconds <= 0 or (reran := ran_again(wrong)) is None:
+    trials = None if budget is None or budget.seconds <= 0 else _Trials.of(wrong)
+    if budget is None or trials is None:
         return
-    places, right = reran
-    seen = {_digest(right)}
-    for code, edit in _in_turns(wrong):
+    with budget.spent():
+        seen, changes, first = set[int](), in_turns(wrong), None
+    for number, (likelihood, change) in enumerate(changes):
+        if first is not None and likelihood > first:
+            break  # what is less likely and fits as well would say less
         if budget.seconds <= 0:
+            budget.notes[wrong.operation.tap] = (
+                f"{number:,} of {len(changes):,} edits of HF's code were tried in the time for them (--explain-seconds)"
+            )
             return
         with budget.spent():
-            output = _under(wrong, code, edit, places, right)
-            if output is None or _digest(output) in seen:
+            hypothesis = trials.hypothesis(change)
+            if hypothesis is None or (digest := _digest(hypothesis.output)) in seen:
                 continue
-            seen.add(_digest(output))
-            hypothesis = _hypothesis(code, edit, output)
+            seen.add(digest)
+            if not change.is_fitted and trials.share(hypothesis.output) >= _ALL:
+                first = likelihood if first is None else first
         yield hypothesis
+    if trials.num_ended:
+        budget.notes[wrong.operation.tap] = (
+            f"{trials.num_ended:,} edits of HF's code were ended: they took far more memory or time than it does"
+        )
 
 
-def _hypothesis(code: _Code, edit: Edit, output: torch.Tensor) -> Hypothesis:
-    where = type(code.holder).__name__ if isinstance(code.holder, nn.Module) else code.name
-    return Hypothesis(
-        cause=f"in {where} ({code.place(edit)}), `{edit.old}` {edit.new}",
-        output=output,
-        detail=f"HF computes this with: {code.diff(edit)}",
-        is_vague=True,  # what has a name of its own and fits as well comes first
-    )
+def in_turns(wrong: WrongOperation) -> list[tuple[int, Change]]:
+    """Return the changes around an operation: what is likely and near comes first, with a number for how much.
+
+    A change of the next module outwards comes with the less likely ones of the module inside of it.
+    """
+    paths = modules_around(wrong)
+    changes = [*changes_of_parameters(wrong, paths)]
+    changes += [change for code in codes_around(wrong) for change in code.changes()]
+    distance = {path: at for at, path in enumerate(paths) if paths[0].startswith(path)}
+    numbered = [(change.rank + distance.get(change.module, 1), change) for change in changes]
+    return sorted(numbered, key=lambda item: item[0])
 
 
 def _digest(output: torch.Tensor) -> int:
     return hash(output.contiguous().numpy().tobytes())
 
 
-def _in_turns(wrong: WrongOperation) -> list[tuple[_Code, Edit]]:
-    """Return the edits of all functions around an operation, the likely ones of each first, the nearest code first."""
-    all_edits = [(code, edit) for code in _codes(wrong) for edit in _edits(code.function)[:_MOST_EDITS]]
-    return sorted(all_edits, key=lambda item: item[1].rank)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Somewhere to run an edit: the part, or a module of it on a few rows."""
+
+    rerun: Rerun
+    places: torch.Tensor
+    """[n] int64, of the rows."""
+    meter: Meter
+    """Of the right run."""
+
+    def run(self) -> torch.Tensor:
+        return self.rerun.run()[self.places]
 
 
-@cache
-def _edits(function: FunctionType) -> list[Edit]:
-    return edits_of(_parsed(function)[0])
+@dataclass(slots=True, kw_only=True)
+class _Trials:
+    """The trials of edits on the rows of one wrong operation that stand in one batch."""
+
+    wrong: WrongOperation
+    here: torch.Tensor
+    """[R] bool: the rows of the batch."""
+    part: _Place
+    right: torch.Tensor
+    """[n, W] what the part gives at these rows."""
+    unrecorded: dict[str, torch.Tensor]
+    """[n, ...] of each tap at these rows that was not recorded, in the order of the run."""
+    arguments: dict[str, tuple[Any, Any]]
+    """By module, what it was called with first."""
+    few: dict[str, tuple[_Place, torch.Tensor] | None] = field(default_factory=dict)
+    """By module: where to run it on a few rows, and their numbers [F] in the batch; None if it cannot be."""
+    num_ended: int = 0
+
+    @classmethod
+    def of(cls, wrong: WrongOperation) -> "_Trials | None":
+        """Run the part once; None if what it gives by itself is not what the model gave."""
+        rerun = wrong.rerun
+        if rerun is None or wrong.downstream is not None:
+            return None
+        places = rerun.places(wrong.rows)
+        here = places >= 0
+        if not bool(here.any()):
+            return None
+        arguments: dict[str, tuple[Any, Any]] = {}
+        handles = [
+            wrong.hf.module(path).register_forward_pre_hook(_keep(arguments, path), with_kwargs=True)
+            for path in modules_around(wrong)
+        ]
+        meter = Meter()
+        try:
+            with meter:
+                right = rerun.run()[places[here]]
+        finally:
+            for handle in handles:
+                handle.remove()
+        if right.shape[1:] != wrong.expected.shape[1:] or not _is_same(right, wrong.expected[here]):
+            return None
+        part = _Place(rerun, places[here], meter)
+        taps = [op.tap for op in wrong.graph if op.tap in wrong.unrecorded and op.tap in rerun.values]
+        unrecorded = {tap: rerun.values[tap][places[here]] for tap in taps}
+        return cls(wrong=wrong, here=here, part=part, right=right, unrecorded=unrecorded, arguments=arguments)
+
+    def hypothesis(self, change: Change) -> Hypothesis | None:
+        """Return what a change gives; None if that is not what was recorded, or the changed code does not run."""
+        factor: float | None = 1.0
+        if change.is_fitted:
+            factor = self._fitted(change)
+        elif (few := self._few(change.module)) is not None:
+            output = self._under(change, 1.0, few[0])
+            if output is None or self.share(output, few[1]) < _SOME:
+                return None
+        output = None if factor is None else self._under(change, factor, self.part)
+        if factor is None or output is None or not bool(output.any()):
+            return None  # many edits give zeros, and so does whatever is not computed or not loaded
+        if self.share(output, torch.arange(len(output))) < _SOME:
+            return None
+        told, whole = change.tell(factor), self.wrong.expected.clone()
+        whole[self.here] = output
+        return Hypothesis(
+            cause=told.cause,
+            output=whole,
+            detail=told.detail,
+            num_fitted=int(change.is_fitted),
+            is_vague=told.is_vague,
+            tap=self._changed_tap(),
+            unknown=None if bool(self.here.all()) else ~self.here,
+        )
+
+    def _changed_tap(self) -> str | None:
+        """Return the first tap that was not recorded and that the latest run of the part gave otherwise."""
+        values = self.part.rerun.values
+        changed = (tap for tap, right in self.unrecorded.items() if not _is_same(values[tap][self.part.places], right))
+        return next(changed, None)
+
+    def _under(self, change: Change, factor: float, place: _Place) -> torch.Tensor | None:
+        """Return the rows [n, W] under a change; None if it does not run, or not to such rows."""
+        try:
+            with change.make(factor), limited(place.meter):
+                output = place.run()
+        except Exception:  # most changes of a program do not compile or run
+            return None
+        except TooMuchError:
+            self.num_ended += 1
+            return None
+        return output if output.shape[1:] == self.right.shape[1:] and bool(output.isfinite().all()) else None
+
+    def share(self, output: torch.Tensor, rows: torch.Tensor | None = None) -> float:
+        """Return the share of rows that come out as they were recorded: of all, or of those of the batch [n]."""
+        actual, bound, roundings = self._recorded
+        if rows is None:
+            output, rows = output[self.here], torch.arange(len(actual))
+        relative = (actual[rows] - output).norm(dim=1) / output.norm(dim=1) / rounding_unit(self.wrong.dtype)
+        is_like = (relative <= _ALLOWANCE * bound[rows].clamp(min=1)) & (relative <= _FALL * roundings[rows])
+        return float(is_like.double().mean())
+
+    @property
+    def _recorded(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wrong, here = self.wrong, self.here
+        return wrong.actual[here], wrong.bound[here], wrong.roundings[here]
+
+    def _fitted(self, change: Change) -> float | None:
+        """Return the factor under which the rows come nearest to what was recorded; None if they differ otherwise."""
+        near = self._under(change, _SMALL, self.part)
+        if near is None or torch.equal(near, self.right):
+            return None
+        error, slope = self._recorded[0] - self.right, near - self.right
+        if float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
+            return None
+        return fit_factor(self._recorded[0], lambda factor: self._under(change, factor, self.part), 1.0)
+
+    def _few(self, path: str) -> tuple[_Place, torch.Tensor] | None:
+        if path not in self.few:
+            self.few[path] = self._place_of_few(path)
+        return self.few[path]
+
+    def _place_of_few(self, path: str) -> tuple[_Place, torch.Tensor] | None:
+        """Return where to run a module on a few rows; None if it gives something else than on all."""
+        if path not in self.arguments:
+            return None
+        batch = self.part.rerun.part_inputs.batch
+        size = len(batch.sequences), batch.num_tokens
+        count = next((n for n in _FEW if n not in _sizes(self.arguments[path])), None)
+        if count is None:
+            return None
+        rows = torch.linspace(0, len(self.right) - 1, count).round().long()
+        few = _FewRows(self.part.rerun, self.part.places[rows])
+        args, kwargs = tree_map(lambda item: _taken(item, size, few.places), self.arguments[path])
+        call = PartCall(path=path, args=args, kwargs=kwargs)
+        inputs = PartInputs(batch=cast(PaddedBatch, few), call=call)
+        rerun = replace(self.part.rerun, part_inputs=inputs, values={}, recorded={}, calls={})
+        place = _Place(rerun, torch.arange(count), Meter())
+        try:
+            with place.meter:
+                output = place.run()
+        except Exception:  # it needs to see the other rows
+            return None
+        return (place, rows) if _is_same(output, self.right[rows]) else None
 
 
-def _under(
-    wrong: WrongOperation, code: _Code, edit: Edit, places: torch.Tensor, right: torch.Tensor
-) -> torch.Tensor | None:
-    """Return the rows under a change; None if it does not run, or not to numbers of the same shape, or to zeros alone.
+class _FewRows:
+    """A batch of one sequence that holds a few rows of another batch."""
 
-    Many changes give zeros, and so does whatever is not computed or not loaded.
-    """
-    assert wrong.rerun is not None
-    try:
-        with replaced(code.holder, code.name, code.changed(edit)):
-            output = wrong.rerun.run()[places]
-    except Exception:  # most changes of a program do not run
-        return None
-    is_said = output.shape == right.shape and bool(output.isfinite().all()) and bool(output.any())
-    return output if is_said else None
+    def __init__(self, rerun: Rerun, places: torch.Tensor) -> None:
+        self.places, self._rerun = places, rerun
+        self.sequences, self.num_tokens, self.num_places = (None,), len(places), len(places)
 
-
-def _codes(wrong: WrongOperation) -> Iterator[_Code]:
-    """Yield the forwards of the modules around an operation, the innermost first, and the functions that they call."""
-    functions: dict[str, _Code] = {}
-    for path in _modules(wrong):
-        module = wrong.hf.module(path)
-        forward = _code(module, "forward", inspect.unwrap(type(module).forward))
-        methods = [] if forward is None else _methods(module, forward)
-        for code in (forward, *methods):
-            if code is None:
-                continue
-            yield code
-            for name, function in _called(code):
-                of_function = _code(inspect.getmodule(function), name, function) if name not in functions else None
-                if of_function is not None:
-                    functions[name] = of_function
-    yield from functions.values()
+    def recorded(self, tap: str) -> RecordedRows | None:
+        """Return the recorded rows of a tap."""
+        recorded = self._rerun.recorded.get(tap)
+        if recorded is None:
+            return None
+        is_there = self.places[:, None] == recorded.places
+        at = is_there.any(dim=1)
+        which = is_there[at].double().argmax(dim=1)
+        return RecordedRows(places=at.nonzero()[:, 0], rows=recorded.rows[which])
 
 
-def _methods(module: nn.Module, forward: _Code) -> list[_Code | None]:
-    """Return the methods of a module that its forward calls."""
-    names = {
-        node.func.attr
-        for node in ast.walk(forward.program)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "self"
-    }
-    return [_code(module, name, vars(type(module)).get(name)) for name in sorted(names)]
+def _keep(arguments: dict[str, tuple[Any, Any]], path: str) -> Callable[..., None]:
+    """Return a hook that keeps what a module is called with first."""
+
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if path not in arguments:
+            arguments[path] = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+
+    return hook
 
 
-def _code(holder: Any, name: str, function: Any) -> _Code | None:
-    """Return a function of HF's; None for one of torch, or without source."""
-    if not isinstance(function, FunctionType) or not function.__module__.startswith("transformers."):
-        return None
-    try:
-        program, first = _parsed(function)
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    if any(isinstance(node, ast.While) for node in ast.walk(program)):
-        return None  # a change might never end
-    return _Code(holder, name, function, program, inspect.getfile(function), first)
+def _sizes(arguments: Any) -> set[int]:
+    sizes = set[int]()
+    tree_map(lambda item: sizes.update(item.shape) if isinstance(item, torch.Tensor) else None, arguments)
+    return sizes
 
 
-@cache
-def _parsed(function: FunctionType) -> tuple[ast.Module, int]:
-    """Return the definition of a function without decorators, and the number of its first line."""
-    lines, first = inspect.getsourcelines(function)
-    program = ast.parse(textwrap.dedent("".join(lines)))
-    (definition,) = program.body
-    if not isinstance(definition, ast.FunctionDef) or definition.name != function.__name__:
-        # For code of `exec`, Python 3.13 returns lines of what the interpreter was started with.
-        raise OSError("these lines do not define the function")
-    definition.decorator_list = []
-    return program, first
+def _taken(item: Any, size: tuple[int, int], places: torch.Tensor) -> Any:
+    """Return the rows of a tensor that counts requests and tokens, as one request; what counts none as it is."""
+    if not isinstance(item, torch.Tensor):
+        return item
+    if item.dim() > 1 and item.shape[:2] == (1, size[1]):  # a table for all requests
+        return item[:, places % size[1]]
+    dim = token_dim(item, *size)
+    if dim is None:
+        return item
+    if dim == 0:
+        return item.unflatten(0, (size[0] * size[1], -1))[places].flatten(0, 1)
+    request, token = places // size[1], places % size[1]
+    return item[request, token][None] if dim == 1 else item[request, :, token].transpose(0, 1)[None]
 
 
-def _called(code: _Code) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the functions of the same file that a function calls by their names."""
-    names = {
-        node.func.id
-        for node in ast.walk(code.program)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    for name in sorted(names):
-        function = code.function.__globals__.get(name)
-        if isinstance(function, FunctionType) and function.__module__ == code.function.__module__:
-            yield name, function
-
-
-def _modules(wrong: WrongOperation) -> list[str]:
-    """Return the modules around an operation, the innermost first, and those inside of it that are no taps."""
-    assert wrong.rerun is not None
-    path, part = wrong.operation.module, wrong.rerun.part_inputs.call.path
-    taps = {operation.module for operation in wrong.graph}
-    inner = [f"{path}.{name}" for name, _ in wrong.module.named_modules() if name]
-    around = list[str]()
-    while path == part or path.startswith(f"{part}."):
-        around.append(path)
-        path = path.rpartition(".")[0]
-    return [*around, *(item for item in inner if item not in taps)]
-
-
-def _rounded(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype).to(x.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+def _is_same(output: torch.Tensor, right: torch.Tensor) -> bool:
+    return output.shape == right.shape and float((output - right).norm()) <= _SAME * float(right.norm())

@@ -1,10 +1,10 @@
-"""A router's choice or its weights are wrong; and the choice among earlier tokens, as sparse attention makes it.
+"""A router's choice is wrong; and the choice among earlier tokens, as sparse attention makes it.
 
 `R` rows, `E` experts, `C` chosen experts or positions of a row, the best first.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,16 +19,10 @@ from harness.results.check import Explanation
 
 _NEARLY_ALL = 0.9
 """Share of the rows that a cause must explain: no rounding turns one choice into another, and some agree by chance."""
-_SAME = 1e-5
-"""Relative distance within which a form of the weights is the model's own."""
-_FACTORS = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
-"""Names that HF's families have for the factor of a router's weights."""
 Score = Callable[[torch.Tensor], torch.Tensor]
 SCORES: Mapping[str, Score] = {
     "a softmax over all experts": lambda logits: logits.softmax(dim=-1),
     "a sigmoid": torch.sigmoid,
-    "the router's scores as they are": lambda logits: logits,
-    "a softmax of the softmax over all experts": lambda logits: logits.softmax(dim=-1).softmax(dim=-1),
 }
 
 
@@ -87,7 +81,7 @@ def choice_by_other_scores(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return
     count = wrong.expected.shape[1]
     bias = bias_of(wrong)
-    for name, score in list(SCORES.items())[:2]:
+    for name, score in SCORES.items():
         plain = score(logits)
         if bias is not None:
             cause = "the router's bias is left out of the choice, or its groups are"
@@ -127,101 +121,6 @@ def choice(wrong: WrongOperation, cause: str, chosen: torch.Tensor) -> Hypothesi
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Form:
-    """A way to make the weights of the chosen experts from the router's scores."""
-
-    score: str
-    is_normalised: bool
-    factor: float
-    weights: torch.Tensor
-    """[R, C] float64."""
-
-
-def other_routing_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weights are made in another way than the model's: not normalised, or once too often, by other scores.
-
-    Causes: the weights are normalised to a sum of one, as by a softmax over the chosen experts alone, or are not; made
-    by a sigmoid, by a softmax of the softmax, or by no function; the routed scaling factor is *value* instead of
-    *value*; all one; all equal; in another order than the experts; squared; computed in *dtype*; the router's bias,
-    which is for the choice alone, is in the weights, too.
-    """
-    logits, chosen = logits_of(wrong), _chosen(wrong)
-    if logits is None or chosen is None:
-        return
-    forms = list(_forms(wrong, logits, chosen))
-    right = next((form for form in forms if wrong.is_expected(form.weights)), None)
-    if right is None:
-        return
-    for form in forms:
-        if form is not right and not _is_same(form.weights, right.weights):
-            yield Hypothesis(cause=_difference(form, right), output=form.weights)
-    yield from _used_otherwise(wrong, right, logits, chosen)
-
-
-def _forms(wrong: WrongOperation, logits: torch.Tensor, chosen: torch.Tensor) -> Iterator[_Form]:
-    factor = _factor(wrong)
-    for name, score in SCORES.items():
-        picked = score(logits).gather(1, chosen)
-        for is_normalised in (False, True):
-            weights = picked / picked.sum(dim=1, keepdim=True) if is_normalised else picked
-            for fromkey in dict.fromkeys((factor, 1.0, factor * factor)):
-                yield _Form(score=name, is_normalised=is_normalised, factor=fromkey, weights=weights * fromkey)
-
-
-def _difference(form: _Form, right: _Form) -> str:
-    """Describe how a form of the weights differs from the model's."""
-    parts = []
-    if form.score != right.score:
-        parts.append(f"the weights are made by {form.score}, instead of {right.score}")
-    if form.is_normalised and not right.is_normalised:
-        parts.append("the weights are normalised to a sum of one, as by a softmax over the chosen experts alone")
-    if right.is_normalised and not form.is_normalised:
-        parts.append("the weights are not normalised to a sum of one")
-    if form.factor != right.factor:
-        parts.append(f"the routed scaling factor is {form.factor:.4g} instead of {right.factor:.4g}")
-    return ", and ".join(parts)
-
-
-def _used_otherwise(
-    wrong: WrongOperation, right: _Form, logits: torch.Tensor, chosen: torch.Tensor
-) -> Iterator[Hypothesis]:
-    weights, count = right.weights, chosen.shape[1]
-    again = weights / weights.sum(dim=1, keepdim=True)
-    tried = {
-        "the weights are all one: the router's are not used": torch.ones_like(weights),
-        "the weights are all equal: the router's are not used": torch.full_like(weights, right.factor / count),
-        "the weights are in another order than the experts": weights.flip(1),
-        "a softmax is applied to the weights once more": weights.softmax(dim=1),
-        "the weights are squared: applied twice": weights.square(),
-    }
-    if right.factor != 1:
-        tried["the weights are normalised to a sum of one after the routed scaling factor"] = again
-    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        coarse = rounded(SCORES[right.score](rounded(logits, dtype)), dtype).gather(1, chosen)
-        coarse = coarse / coarse.sum(dim=1, keepdim=True) if right.is_normalised else coarse
-        tried[f"the weights are computed in {name}"] = coarse * right.factor
-    bias = bias_of(wrong)
-    if bias is not None:
-        corrected = (SCORES[right.score](logits) + bias).gather(1, chosen)
-        corrected = corrected / corrected.sum(dim=1, keepdim=True) if right.is_normalised else corrected
-        tried["the router's bias, which is for the choice alone, is in the weights, too"] = corrected * right.factor
-    for cause, output in tried.items():
-        if not _is_same(output, right.weights):
-            yield Hypothesis(cause=cause, output=output)
-
-
-def _chosen(wrong: WrongOperation) -> torch.Tensor | None:
-    """Return the experts [R, C] of the weights; None if the operation computes no weights."""
-    router = wrong.operation
-    for operation in reversed(wrong.graph.of_layer(router.layer)):
-        if operation.kind is Kind.CHOICE and operation.module == router.module:
-            chosen = wrong.tap(operation.tap)
-            if chosen is not None and chosen.shape == wrong.expected.shape:
-                return chosen.to(torch.int64)
-    return None
-
-
 def logits_of(wrong: WrongOperation) -> torch.Tensor | None:
     """Return the router's logits of the rows, [R, E]; None if they were not recorded."""
     router = wrong.operation
@@ -241,21 +140,6 @@ def bias_of(wrong: WrongOperation) -> torch.Tensor | None:
             if "bias" in name and name != "bias" and tensor.dim() == 1:
                 return tensor.detach().to("cpu", torch.float64)
     return None
-
-
-def _factor(wrong: WrongOperation) -> float:
-    """Return the factor of the weights, 1 where the model has none."""
-    parent = wrong.hf.module(wrong.operation.module.rpartition(".")[0])
-    for holder in (wrong.module, parent, wrong.config):
-        for name in _FACTORS:
-            value = getattr(holder, name, None)
-            if isinstance(value, int | float) and value:
-                return float(value)
-    return 1.0
-
-
-def _is_same(one: torch.Tensor, another: torch.Tensor) -> bool:
-    return bool(((one - another).norm(dim=1) <= _SAME * another.norm(dim=1)).all())
 
 
 def other_tokens(wrong: WrongOperation) -> Iterator[Hypothesis]:

@@ -1,27 +1,13 @@
-"""A function of each element is wrong: another activation, values cut off at a limit, a soft cap."""
+"""A function of each element is wrong: values cut off at a limit, a soft cap. HF's own code says other activations."""
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch.nn import functional
 
 from harness.judge.explain.core.fit import fit_factor
-from harness.judge.explain.core.formats import HALF_DTYPES, name_of
-from harness.judge.explain.core.rerun import activation_of, factors_of
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "SiLU": functional.silu,
-    "GELU": functional.gelu,
-    "GELU (tanh)": lambda x: functional.gelu(x, approximate="tanh"),
-    "quick GELU": lambda x: x * torch.sigmoid(1.702 * x),
-    "ReLU": functional.relu,
-    "squared ReLU": lambda x: functional.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
 _CAPS = (15.0, 20.0, 30.0, 50.0)
 """Soft caps in published models."""
 _MIN_CUT = 3
@@ -30,51 +16,6 @@ _SAME_CAP = 1e-3
 """Relative distance up to which a fitted cap is the model's own."""
 _FARTHEST = 50.0
 """Times the largest element beyond which a soft cap bends nothing that could be measured."""
-
-
-def other_activation(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Another function, or none, or the factors of the product used otherwise, or a 16-bit dtype.
-
-    Causes: gate and up are swapped: the activation is applied to up; the activation is *name*; no activation is
-    applied; the product with up is missing; the gate is missing; act(gate) and up are added instead of multiplied; the
-    activation is applied to the product; the activation is computed in *dtype*.
-    """
-    act = activation_of(wrong.hf, wrong.operation)
-    factors = _gate_and_up(wrong, act)
-    if factors is None:
-        return
-    gate, up = factors
-    activated, factor = act(gate), 1 if up is None else up
-    if up is not None:
-        yield Hypothesis(cause="gate and up are swapped: the activation is applied to up", output=act(up) * gate)
-    for name, function in _ACTIVATIONS.items():
-        if torch.equal(function(gate), activated):
-            continue
-        yield Hypothesis(cause=f"the activation is {name}", output=function(gate) * factor)
-        if up is not None:
-            yield Hypothesis(cause=f"the activation is {name}, with gate and up swapped", output=function(up) * gate)
-    yield Hypothesis(cause="no activation is applied", output=gate * factor)
-    if up is not None:
-        yield from hypotheses(
-            {
-                "the product with up is missing": activated,
-                "the gate is missing": up,
-                "act(gate) and up are added instead of multiplied": activated + up,
-                "the activation is applied to the product": act(gate * up),
-            }
-        )
-    for dtype in HALF_DTYPES:
-        output = act(gate.to(dtype)).to(torch.float64) * factor
-        yield Hypothesis(cause=f"the activation is computed in {name_of(dtype)}", output=output)
-
-
-def _gate_and_up(wrong: WrongOperation, act: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return gate and up, [R, W] each; None where HF computes something else of them than act(gate) * up."""
-    gate, up = factors_of(wrong.operation, wrong.inputs)
-    for first, second in ((gate, up), (up, gate)):
-        if first is not None and act is not None and wrong.is_expected(act(first) * (1 if second is None else second)):
-            return first, second
-    return None
 
 
 def clamped(wrong: WrongOperation) -> Iterator[Hypothesis]:

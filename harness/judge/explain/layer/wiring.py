@@ -14,7 +14,6 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.any_kind.generic import other_taps
-from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.rerun import replay
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
 
@@ -164,54 +163,6 @@ def _names(wrong: WrongOperation) -> tuple[str, str]:
     if any("expert" in site for site in sites) and wrong.operation.site in {site.rpartition(".")[0] for site in sites}:
         return "the output of " + sites[0], "the output of " + sites[1]
     return "the residual", "the branch"
-
-
-def residual_after_the_norm(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The residual is taken after the norm, or the norm overwrites it in place."""
-    stream, branch = _sides(wrong)
-    cause = "the residual is taken after the norm, or the norm overwrites it in place"
-    for operation in _norms_of(wrong, _order(wrong)[0]):
-        normed, recorded = replay(wrong.hf, operation, [stream]), wrong.tap(operation.tap)
-        if normed is None:
-            continue
-        yield Hypothesis(cause=cause, output=branch + (normed if recorded is None else recorded))
-        weight = wrong.weight(operation.tap)
-        if weight is not None:
-            yield Hypothesis(cause=f"{cause}, before its weight", output=normed / weight + branch)
-
-
-def _norms_of(wrong: WrongOperation, tap: str) -> list[Operation]:
-    """Return the norms of this layer that read a tap."""
-    layer = wrong.graph.of_layer(wrong.operation.layer)
-    return [operation for operation in layer if operation.kind is Kind.NORM and operation.inputs == (tap,)]
-
-
-def another_tensor(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One of the two is another tensor of the layer, or of the one before.
-
-    Causes: *tap* is added in the place of *tap*.
-    """
-    first = (wrong.operation.layer or 0) - 1
-    sites = [wrong.graph[tap].site for tap in wrong.operation.inputs]
-    layers = [op for op in wrong.graph if op.layer is None or first <= op.layer <= (wrong.operation.layer or 0)]
-    for operation in layers:
-        tensor = wrong.tap(operation.tap)
-        if tensor is None or tensor.shape != wrong.actual.shape or operation.tap in wrong.operation.inputs:
-            continue
-        for kept, replaced in ((0, 1), (1, 0)):
-            name = operation.site if operation.layer == wrong.operation.layer else operation.tap
-            cause = f"{name} is added in the place of {sites[replaced]}"
-            yield Hypothesis(cause=cause, output=wrong.inputs[kept] + tensor, is_vague=True)
-
-
-def coarse_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The residual is in *dtype*; the branch is in *dtype*."""
-    stream, branch = _sides(wrong)
-    for dtype in HALF_DTYPES:
-        name, low = name_of(dtype), [rounded(x, dtype) for x in (stream, branch)]
-        yield Hypothesis(cause=f"the residual is in {name}", output=low[0] + branch)
-        yield Hypothesis(cause=f"the branch is in {name}", output=stream + low[1])
-        yield Hypothesis(cause=f"the addition is of values in {name}", output=low[0] + low[1])
 
 
 def other_order(wrong: WrongOperation) -> Iterator[Hypothesis]:

@@ -1,11 +1,10 @@
-"""A state that goes from row to row is wrong: where it begins, its parameters, its decay.
+"""A state that goes from row to row is wrong: where it begins, and the format that it is kept in.
 
 A state-space or linear-attention layer reads its inputs at all earlier rows. So HF's own mixer of the layer is run
 again over the recorded rows, with the recorded inner values put in place, and with one thing changed.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +18,7 @@ from torch.overrides import TorchFunctionMode
 from harness.formats.recording import RequestInfo
 from harness.formats.taps import KINDS, Kind, Operation
 from harness.judge.compare.align import Rows
-from harness.judge.explain.core.fit import fit_by_steps
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
-from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered
 from harness.oracle.caches import MIXER_CACHES, new_cache
 from harness.oracle.paired import PartCall, run_as_far_as
@@ -34,12 +31,6 @@ _Row = tuple[int, int]
 """(request, position)."""
 Convolved = dict[tuple[int, _Row], torch.Tensor]
 """[C] that a convolution gives at a row, by the number of the convolution in the order of the run."""
-_LOGARITHMS = ("A_log",)
-"""Parameters whose exponential, with the sign turned, is the rate of the decay."""
-_NAMED = 1e-3
-"""Distance up to which a fitted factor is one that has a name."""
-_SMALL = 1e-4
-"""Shift up to which a logarithm is the right one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,22 +215,17 @@ class _Convolutions(TorchFunctionMode):
 
 
 def wrong_state(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The scan, or the convolution before it, begins elsewhere or computes with other numbers.
+    """The scan, or the convolution before it, begins elsewhere, or its state is kept in another format.
 
     Causes: the state, or the convolution's or the recurrence's alone, is not carried from one step to the next, from
     prefill into decode, or from row to row; it is not updated in decode, or a step late; it is kept in *dtype* from one
-    step to the next; it takes in a row twice; it begins with what request *n* left; *parameter* is zero, has the wrong
-    sign, is rounded to *dtype*, is that of layer *n*, or is scaled by *value*; the decay of the state is scaled by
-    *value*, or has the wrong sign.
+    step to the next; it takes in a row twice; it begins with what request *n* left.
     """
     recurrence = recurrence_of(wrong)
     if recurrence is None:
         return
     yield from _begun_elsewhere(recurrence)
     yield from _kept_coarsely(recurrence)
-    for path, name, parameter in _parameters(recurrence):
-        yield from _other_values(recurrence, path, name, parameter)
-    yield from _sign_of_decay(recurrence)
 
 
 def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
@@ -358,94 +344,3 @@ def _doubled(rows: Rows) -> list[Rows]:
 
 def _pick(rows: Rows, places: list[int]) -> Rows:
     return rows.select(torch.tensor(places))
-
-
-def _parameters(recurrence: Recurrence) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """Yield path, name and values of the mixer's parameters that no linear layer or norm has."""
-    wrong = recurrence.wrong
-    shown = {op.module for op in wrong.graph if op.kind in (Kind.LINEAR, Kind.NORM)}
-    for inner, module in recurrence.module.named_modules():
-        path = f"{recurrence.path}.{inner}" if inner else recurrence.path
-        if path not in shown:
-            for name, parameter in module.named_parameters(recurse=False):
-                yield path, name, parameter
-
-
-def _other_values(recurrence: Recurrence, path: str, name: str, parameter: torch.nn.Parameter) -> Iterator[Hypothesis]:
-    right, label = parameter.data, f"{path.removeprefix(recurrence.path).lstrip('.')}.{name}".lstrip(".")
-    tried = {
-        f"{label} is zero: left out, or not loaded": torch.zeros_like(right),
-        f"the sign of {label} is wrong": -right,
-    }
-    if recurrence.wrong.dtype not in HALF_DTYPES:
-        tried |= {f"{label} is rounded to {name_of(dtype)}": rounded(right, dtype) for dtype in HALF_DTYPES}
-    tried |= {f"{label} is that of layer {layer}": values for layer, values in _of_other_layers(recurrence, path, name)}
-    for cause, values in tried.items():
-        if values.shape == right.shape and not torch.equal(values, right):
-            with replaced(parameter, "data", values):
-                output = recurrence.run()
-            if output is not None:
-                yield Hypothesis(cause=cause, output=output)
-    yield from _fitted(recurrence, parameter, label)
-
-
-def _fitted(recurrence: Recurrence, parameter: torch.nn.Parameter, label: str) -> Iterator[Hypothesis]:
-    """The parameter is scaled, or the decay is whose logarithm it is."""
-    right = parameter.data
-    factor, output = _best(recurrence, parameter, lambda size: right * (1 + size))
-    if output is not None and min(abs(1 + factor - named) for named in (-1, 0, 1)) > _NAMED:
-        yield Hypothesis(cause=f"{label} is scaled by {1 + factor:.4g}", output=output, num_fitted=1)
-    if label.rpartition(".")[2] in _LOGARITHMS:
-        shift, output = _best(recurrence, parameter, lambda size: right + size)
-        if output is not None and abs(shift) > _SMALL:
-            cause = f"the decay of the state is scaled by {math.exp(shift):.4g}"
-            yield Hypothesis(cause=cause, output=output, num_fitted=1)
-
-
-def _best(recurrence: Recurrence, parameter: torch.nn.Parameter, change: Any) -> tuple[float, torch.Tensor | None]:
-    """Return the size of a change under which the output is nearest, and the output."""
-
-    def under(size: float) -> torch.Tensor | None:
-        with replaced(parameter, "data", change(size)):
-            return recurrence.run()
-
-    size = fit_by_steps(recurrence.wrong.actual, under)
-    return (0.0, None) if size is None else (size, under(size))
-
-
-def _of_other_layers(recurrence: Recurrence, path: str, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-    wrong = recurrence.wrong
-    part = wrong.hf.part_of(path)
-    for operation in wrong.graph:
-        if operation.site == wrong.operation.site and operation.layer not in (None, wrong.operation.layer):
-            other_part = wrong.hf.part_of(operation.module)
-            with wrong.hf.weights.held(other_part):
-                parameter = getattr(wrong.module_at(other_part + path.removeprefix(part)), name, None)
-                if parameter is not None:  # a hybrid's layers of attention have no mixer
-                    yield int(operation.layer or 0), parameter.detach().to(torch.float64)
-
-
-def _sign_of_decay(recurrence: Recurrence) -> Iterator[Hypothesis]:
-    """The rate is exp(A_log) where it should be -exp(A_log): the state grows."""
-    for name in _LOGARITHMS:
-        parameter = getattr(recurrence.module, name, None)
-        if parameter is not None:
-            with _TurnedExponential(parameter):
-                output = recurrence.run()
-            if output is not None and bool(output.isfinite().all()):
-                yield Hypothesis(cause="the sign of the state's decay is wrong: the state grows", output=output)
-
-
-class _TurnedExponential(TorchFunctionMode):
-    """Turns the sign of the exponential of one tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self._tensor = tensor
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_exponential = func in (torch.exp, torch.Tensor.exp)
-        return -result if is_exponential and args[0] is self._tensor else result

@@ -1,4 +1,4 @@
-"""Operations that were not recorded, and that another one was judged through: the mistake may be theirs.
+"""Attention that was not recorded, and that another operation was judged through: the mistake may be its own.
 
 `R` rows, `W` elements of a row of such an operation, `V` elements of a row of the one that was judged.
 """
@@ -13,7 +13,6 @@ from harness.judge.compare.evidence import histories
 from harness.judge.explain.attention import masks, softmax, unrecorded
 from harness.judge.explain.core.rerun import Rerun
 from harness.judge.explain.core.wrong_operation import Downstream, Explain, WrongOperation
-from harness.judge.explain.layer import activation
 
 EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
     Kind.ATTENTION: (
@@ -30,13 +29,12 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         softmax.other_cap,
         softmax.other_sinks,
     ),
-    Kind.ACTIVATION: (activation.other_activation,),
 }
 """Explanations for what was not recorded: its parameters, not its kernel."""
 
 
 def unrecorded_operation(wrong: WrongOperation) -> tuple[WrongOperation, torch.Tensor] | None:
-    """Return the attention or the activation that an operation was judged through, and which wrong rows it has.
+    """Return the attention that an operation was judged through, and which wrong rows it has.
 
     None if there is none, or several.
     """
@@ -47,11 +45,7 @@ def unrecorded_operation(wrong: WrongOperation) -> tuple[WrongOperation, torch.T
     wrong.rerun.run()
     if operation.tap not in wrong.rerun.values or bool((places < 0).all()):
         return None
-    if operation.kind is Kind.ATTENTION:
-        return _attention(wrong, wrong.rerun, operation, places)
-    order = (places >= 0).nonzero()[:, 0]
-    inputs = [_rows(wrong.rerun, tap, places[order]) for tap in operation.inputs]
-    return _inner(wrong, wrong.rerun, operation, places[order], order, inputs=inputs), order
+    return _attention(wrong, wrong.rerun, operation, places)
 
 
 def _attention(
@@ -62,7 +56,7 @@ def _attention(
     views, kept = histories(rerun.part_inputs.batch, rerun.calls[attention.tap], places[places >= 0])
     where = {place: at for at, place in enumerate(places.tolist())}
     order = torch.tensor([where[place] for place in kept.tolist()])
-    inner = _inner(wrong, rerun, attention, kept, order, inputs=[])
+    inner = _inner(wrong, rerun, attention, kept, order)
     if _is_direct(wrong, attention):
         error = wrong.actual[order] - wrong.expected[order]
         inner = replace(inner, actual=_guess(wrong, error, inner.expected))
@@ -75,8 +69,6 @@ def _inner(
     operation: Operation,
     places: torch.Tensor,
     order: torch.Tensor,
-    *,
-    inputs: list[torch.Tensor],
 ) -> WrongOperation:
     """Return the operation at some places, with what was recorded after it."""
     behind, expected = wrong.take(order), _rows(rerun, operation.tap, places)
@@ -90,7 +82,7 @@ def _inner(
         operation=operation,
         actual=expected,
         expected=expected,
-        inputs=inputs,
+        inputs=[],
         downstream=Downstream(tap=operation.tap, actual=behind.actual, push=push),
     )
 

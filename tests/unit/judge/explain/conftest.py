@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ class Bench:
             schedule="plain",
             outcome=Outcome.MISMATCH,
             num_rows=0,
-            taps=(),
+            taps=tuple(SimpleNamespace(name=name, verdict=None) for name in self._usable(tap)),  # type: ignore[misc]
             findings=(finding,),
             first_divergence=None,
             tokens=TokenResult(),
@@ -137,9 +138,12 @@ class Bench:
         explanation = self._judged(run, recording, tap)
         return explain_run(explanation, recording, self.golden, self.hf).findings[0].explanation
 
+    def _usable(self, tap: str) -> set[str]:
+        return {tap, *self.hf.graph[tap].inputs} if tap in self.hf.graph else set()
+
     def _judged(self, run: RunResult, recording: Recording, tap: str) -> Comparison:
         graph, local, caches = self.hf.graph, LocalJudgement(), {}
-        usable = {tap, *graph[tap].inputs} if tap in graph else set()
+        usable = self._usable(tap)
         if usable and graph[tap].kind is Kind.CACHE:
             theirs = Locator(self.golden.recording)
             errors = cache_errors(Locator(recording), graph, usable, theirs, self.golden.noise)

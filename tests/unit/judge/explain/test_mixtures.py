@@ -182,11 +182,14 @@ _MIXER = "backbone.layers.0.mixer."
     [
         # The rows that are found first show the convolution's state alone, and cannot tell it from the whole one.
         ("state is not carried from one step to the next", _forgetful),
-        ("the decay of the state is scaled by 1.3", _set(f"{_MIXER}A_log", lambda x: x + torch.tensor(1.3).log())),
-        ("A_log is scaled by 1.1", _set(f"{_MIXER}A_log", lambda x: x * 1.1)),
-        ("D is zero: left out, or not loaded", _set(f"{_MIXER}D", torch.zeros_like)),
-        ("the sign of dt_proj.bias is wrong", _set(f"{_MIXER}dt_proj.bias", torch.neg)),
-        ("the sign of conv1d.weight is wrong", _set(f"{_MIXER}conv1d.weight", torch.neg)),
+        (
+            "exponential of A_log of backbone.layers.0.mixer is scaled by 1.3",
+            _set(f"{_MIXER}A_log", lambda x: x + torch.tensor(1.3).log()),
+        ),
+        ("A_log of backbone.layers.0.mixer is scaled by 1.1", _set(f"{_MIXER}A_log", lambda x: x * 1.1)),
+        ("D of backbone.layers.0.mixer is zero: left out, or not loaded", _set(f"{_MIXER}D", torch.zeros_like)),
+        ("bias of backbone.layers.0.mixer.dt_proj has the wrong sign", _set(f"{_MIXER}dt_proj.bias", torch.neg)),
+        ("weight of backbone.layers.0.mixer.conv1d has the wrong sign", _set(f"{_MIXER}conv1d.weight", torch.neg)),
     ],
 )
 def test_states(subjects, request, cause, break_it):

@@ -6,18 +6,16 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import layer_norm, silu
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from torch.nn.functional import layer_norm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain import norms
 from harness.judge.explain.causes import EXPLANATIONS
 from harness.judge.explain.trial.ranking import rank_hypotheses
 
-from .toys import ToyModel, assert_outputs, by_cause, failure_of, outputs, random
+from .toys import ToyModel, by_cause, failure_of, outputs, random
 
 TAP, SIBLING = "model.layers.1.norm", "model.layers.0.norm"
 ROWS, WIDTH, EPS = 16, 24, 1e-3
@@ -390,52 +388,6 @@ def test_a_norm_may_read_a_part_of_what_was_recorded(begin):
 
 
 # Gated norms, against Mamba 2's and Qwen 3 Next's modules.
-
-GATED_WIDTH = 8
-GATED_X, PRODUCT = random(5, GATED_WIDTH, seed=1), random(5, 20, seed=2)
-LEFT_OUT, PLAIN = "the gate of the norm is left out", "the gate of the norm is not activated"
-
-
-def gated(module, gate=PRODUCT[:, :GATED_WIDTH]):
-    module.weight.data = 1 + 0.3 * random(len(module.weight), seed=3)
-    shape = (len(GATED_X), -1, len(module.weight))
-    with torch.no_grad():
-        expected = module(GATED_X.view(shape), gate.reshape(shape)).flatten(1).double()
-    operation = Operation(tap=TAP, kind=Kind.OTHER, inputs=("x", "in_proj"), source=TAP)
-    model = ToyModel(operation, modules={TAP: module})
-    return failure_of(operation, expected, expected, GATED_X, PRODUCT, model=model)
-
-
-def normed_in_groups(x, weight, size):
-    groups = [x[:, at : at + size] for at in range(0, GATED_WIDTH, size)]
-    rows = torch.cat([group / (group.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() for group in groups], dim=1)
-    return rows * weight.repeat(GATED_WIDTH // len(weight))
-
-
-@pytest.mark.parametrize("size", [8, 4])
-@pytest.mark.parametrize("gate", [PRODUCT[:, :GATED_WIDTH], PRODUCT[:, -GATED_WIDTH:]], ids=["first", "last"])
-def test_a_gate_before_the_norm(size, gate):
-    module = MambaRMSNormGated(GATED_WIDTH, group_size=size, eps=1e-6)
-    rows, weight = gated(module, gate=gate), module.weight.data
-    plain = normed_in_groups(GATED_X, weight, size)
-    after = "the gate is multiplied after the norm instead of before"
-    expected = {LEFT_OUT: plain, PLAIN: normed_in_groups(GATED_X * gate, weight, size), after: plain * silu(gate)}
-    actual = outputs(norms.other_gate, rows)
-    assert set(actual) == set(expected)
-    for cause, output in expected.items():
-        torch.testing.assert_close(actual[cause], output, msg=cause)
-
-
-def test_a_gate_after_the_norm():
-    module, gate = Qwen3NextRMSNormGated(4, eps=1e-6), PRODUCT[:, :GATED_WIDTH]
-    actual = outputs(norms.other_gate, gated(module))
-    assert set(actual) == {LEFT_OUT, PLAIN, "the gate is multiplied before the norm, not after"}
-    torch.testing.assert_close(actual[PLAIN], normed_in_groups(GATED_X, module.weight.data, 4) * gate)
-
-
-def test_a_gated_norm_of_another_form_is_left_alone():
-    assert_outputs(norms.other_gate, gated(MambaRMSNormGated(GATED_WIDTH, group_size=8), gate=PRODUCT[:, 5:13]), {})
-
 
 # In a recording of the reference engine.
 

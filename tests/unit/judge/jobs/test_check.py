@@ -32,13 +32,13 @@ EVERY_FIELD = {
     "lora": Path("/lora"),
     "other_loras": [Path("/second"), Path("/third")],
     "mtp": True,
-    "stops_early": True,
     "budget_s": 9.0,
+    "explain_s": 2.0,
     "rows": 7,
     "rows_seed": 3,
 }
 NOT_ON_THE_COMMAND_LINE = {"truth", "rows_seed"}
-NARROWER = {"stops_early", "budget_s"}
+NARROWER = {"explain_s", "budget_s"}
 PROMPTS = (Prompt(token_ids=(1, 2), max_new_tokens=3), Prompt(token_ids=(4, 5, 6), max_new_tokens=2))
 
 

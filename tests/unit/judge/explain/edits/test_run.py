@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig
-from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteMLP
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteMLP, GraniteRMSNorm
 
 import harness
 from harness.judge.explain.core.rerun import replaced
-from harness.judge.explain.edits import run
+from harness.judge.explain.edits.code import code_of
+from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
 
 PROMPT = [5, 17, 99, 23, 64, 8, 41, 30, 77]
 
@@ -75,30 +76,75 @@ def endless(self, x):
     return x
 
 
-def code_of(kind, **changes):
+def code_in(kind, **changes):
     module = kind(GraniteConfig(hidden_size=8, intermediate_size=8))
-    return run._code(module, "forward", changes.get("forward", kind.forward))
+    return code_of("mlp", module, "forward", changes.get("forward", kind.forward))
 
 
 def test_the_changed_code_runs_in_the_place_of_the_right_one():
-    code = code_of(GraniteMLP)
+    code = code_in(GraniteMLP)
     x = torch.randn(3, 8)
     right = code.holder(x)
-    edit = next(item for item in run._edits(code.function) if item.old == "self.act_fn(self.gate_proj(x))")
-    with replaced(code.holder, "forward", code.changed(edit)):
+    change = next(item for item in code.changes() if "no activation is applied" in item.tell(1.0).cause)
+    with change.make(1.0):
         assert not torch.equal(code.holder(x), right)
     assert torch.equal(code.holder(x), right)
-    assert code.place(edit).startswith("modeling_granite.py:")
+    assert "in GraniteMLP (modeling_granite.py:" in change.tell(1.0).cause
+
+
+def test_a_factor_is_put_into_the_changed_code():
+    norm = GraniteRMSNorm(8, eps=0.5)
+    code, x = code_of("norm", norm, "forward", GraniteRMSNorm.forward), torch.randn(3, 8)
+    change = next(item for item in code.changes() if "`self.variance_epsilon` is mult" in item.tell(2.0).cause)
+    assert change.tell(2.0).cause.endswith("`self.variance_epsilon` is multiplied by 2")
+    assert "_factor" not in change.tell(2.0).detail
+    with change.make(2.0):
+        actual = norm(x)
+    torch.testing.assert_close(actual, GraniteRMSNorm(8, eps=1.0)(x))
 
 
 def test_code_that_may_not_end_or_is_not_of_transformers_is_left_alone(monkeypatch):
-    assert code_of(GraniteMLP, forward=endless) is None
-    assert run._code(nn.Linear(1, 1), "forward", nn.Linear.forward) is None
+    endless.__module__ = "transformers.models.made"
+    assert code_in(GraniteMLP, forward=endless) is None
+    assert code_of("", nn.Linear(1, 1), "forward", nn.Linear.forward) is None
     space = {"__name__": "transformers.models.made"}
     exec("def forward(self, x):\n    return x", space)
-    assert run._code(nn.Identity(), "forward", space["forward"]) is None  # there is no source
+    assert code_of("", nn.Identity(), "forward", space["forward"]) is None  # there is no source
     monkeypatch.setattr(linecache, "getlines", lambda *_: ["import sys\n"])  # a source of something else
-    assert run._code(nn.Identity(), "forward", space["forward"]) is None
-    monkeypatch.undo()
-    endless.__module__ = "transformers.models.made"
-    assert code_of(GraniteMLP, forward=endless) is None
+    assert code_of("", nn.Identity(), "forward", space["forward"]) is None
+
+
+def test_a_layer_norm_of_torch_is_written_out():
+    norm = nn.LayerNorm(8, eps=1e-3, dtype=torch.float64)
+    norm.weight.data, norm.bias.data = torch.rand(8).double(), torch.rand(8).double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    code = code_of("norm", norm, "forward", nn.LayerNorm.forward)
+    torch.testing.assert_close(code.function(norm, x), norm(x))
+    causes = [change.tell(1.0).cause for change in code.changes()]
+    assert any(cause.startswith("the mean is not subtracted: in LayerNorm") for cause in causes)
+
+
+def of_all_pairs(x):
+    return x * x.T  # 32 GB of a column of 65,536 rows, which are not taken
+
+
+def kept_for_ever(_):
+    kept = []
+    while True:
+        kept.append(torch.zeros(1 << 20))
+
+
+def endless_sums(x):
+    while True:
+        x.sum()
+
+
+@pytest.mark.parametrize("program", [of_all_pairs, kept_for_ever, endless_sums])
+def test_a_trial_that_takes_far_more_than_the_right_code_is_ended(program):
+    x = torch.ones(1 << 16, 1)
+    with Meter() as right:
+        x + x
+    with limited(right):
+        x * x
+    with pytest.raises(TooMuchError), limited(right):
+        program(x)

@@ -9,7 +9,7 @@ from torch import nn
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.experts import router
 
-from ..toys import ToyModel, assert_outputs, by_cause, failure_of, random, recorded
+from ..toys import ToyModel, by_cause, failure_of, random, recorded
 
 GATE, TOPK, WEIGHTS = (f"model.layers.1.mlp.gate{name}" for name in ("", ".topk", ":1"))
 SHARES = torch.tensor(
@@ -19,7 +19,6 @@ SHARES = torch.tensor(
 LOGITS = SHARES.log()
 CHOSEN = torch.tensor([[0, 1], [3, 2], [2, 0], [1, 3]])
 PICKED = torch.tensor([[0.5, 0.3], [0.4, 0.3], [0.6, 0.25], [0.7, 0.2]], dtype=torch.float64)
-RENORMED = PICKED / torch.tensor([[0.8], [0.7], [0.85], [0.9]], dtype=torch.float64)
 
 
 class Gate(nn.Module):
@@ -48,119 +47,7 @@ def of(folder, expected, actual=None, *, kind=Kind.OTHER, logits=LOGITS, chosen=
                       recording=recording, position=position)  # fmt: skip
 
 
-SOFTMAX, SIGMOID, PLAIN, TWICE = (
-    "a softmax over all experts", "a sigmoid", "the router's scores as they are",
-    "a softmax of the softmax over all experts",
-)  # fmt: skip
-NORMALISED = "the weights are normalised to a sum of one, as by a softmax over the chosen experts alone"
-
-
-def per_row(x):
-    return x / x.sum(dim=1, keepdim=True)
-
-
-def picked(score):
-    return torch.stack([score[row][CHOSEN[row]] for row in range(4)])
-
-
-SCORES = {
-    SOFTMAX: PICKED,
-    SIGMOID: PICKED / (1 + PICKED),  # the sigmoid of log(p)
-    PLAIN: PICKED.log(),
-    TWICE: picked(per_row(SHARES.exp())),
-}
-
-
-def by(score, right):
-    return f"the weights are made by {score}, instead of {right}"
-
-
-def low(dtype, x):
-    return x.to(dtype).double()
-
-
-@pytest.mark.parametrize("right", [SOFTMAX, SIGMOID])
-def test_weights_that_are_made_otherwise(tmp_path, right):
-    weights = SCORES[right]
-    expected = {by(score, right): scores_of for score, scores_of in SCORES.items() if score != right}
-    expected |= {
-        f"{by(score, right)}, and {NORMALISED}": per_row(scores_of)
-        for score, scores_of in SCORES.items()
-        if score != right
-    }
-    expected[NORMALISED] = per_row(weights)
-    expected |= {
-        "the weights are all one: the router's are not used": torch.ones_like(weights),
-        "the weights are all equal: the router's are not used": torch.full_like(weights, 0.5),
-        "the weights are in another order than the experts": weights[:, [1, 0]],
-        "a softmax is applied to the weights once more": per_row(weights.exp()),
-        "the weights are squared: applied twice": weights * weights,
-    }
-    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        logits = low(dtype, LOGITS)
-        scores = per_row(logits.exp()) if right == SOFTMAX else 1 / (1 + (-logits).exp())
-        expected[f"the weights are computed in {name}"] = picked(low(dtype, scores))
-    assert_outputs(router.other_routing_weights, of(tmp_path / "r", weights), expected)
-
-
-@pytest.mark.parametrize(
-    "where",
-    [{"gate": Gate(routed_scaling_factor=2.5)}, {"block": Gate(route_scale=2.5)}, {"router_scaling_factor": 2.5}],
-)
-def test_weights_that_are_normalised_and_scaled(tmp_path, where):
-    weights = 2.5 * RENORMED
-    hypotheses = by_cause(router.other_routing_weights, of(tmp_path / "r", weights, **where))
-    expected = {
-        "the weights are not normalised to a sum of one": 2.5 * PICKED,
-        "the routed scaling factor is 1 instead of 2.5": RENORMED,
-        "the routed scaling factor is 6.25 instead of 2.5": 6.25 * RENORMED,
-        "the weights are not normalised to a sum of one, and the routed scaling factor is 1 instead of 2.5": PICKED,
-        by(SIGMOID, SOFTMAX): 2.5 * per_row(SCORES[SIGMOID]),
-        f"{by(SIGMOID, SOFTMAX)}, and the weights are not normalised to a sum of one": 2.5 * SCORES[SIGMOID],
-        "the weights are all equal: the router's are not used": torch.full_like(weights, 1.25),
-        "the weights are normalised to a sum of one after the routed scaling factor": RENORMED,
-    }
-    for cause, output in expected.items():
-        torch.testing.assert_close(hypotheses[cause].output, output, msg=cause)
-    low_weights = per_row(picked(low(torch.bfloat16, per_row(low(torch.bfloat16, LOGITS).exp()))))
-    torch.testing.assert_close(hypotheses["the weights are computed in bfloat16"].output, 2.5 * low_weights)
-
-
-def test_a_factor_of_zero_or_of_another_type_is_none(tmp_path):
-    for at, value in enumerate((0, None, "2")):
-        failure = of(tmp_path / str(at), RENORMED, gate=Gate(routed_scaling_factor=value))
-        assert not any("factor" in cause for cause in by_cause(router.other_routing_weights, failure))
-
-
-def test_weights_of_no_known_form_are_left_alone(tmp_path):
-    assert by_cause(router.other_routing_weights, of(tmp_path / "a", RENORMED + 0.01)) == {}
-    assert by_cause(router.other_routing_weights, of(tmp_path / "b", RENORMED[:, :1])) == {}
-    near, far = RENORMED.clone(), RENORMED.clone()
-    near[2] *= 1 + 0.9e-5
-    far[2] *= 1 + 1.1e-5
-    assert by_cause(router.other_routing_weights, of(tmp_path / "c", near))
-    assert by_cause(router.other_routing_weights, of(tmp_path / "d", far)) == {}
-
-
-def test_the_router_of_the_same_module_need_not_be_among_the_inputs(tmp_path):
-    """GLM 4 MoE has the numbers of the chosen experts and the layer's norm between the two."""
-    failure = of(tmp_path / "r", RENORMED)
-    for source, is_found in ((f"{GATE}:1", True), ("model.layers.1.mlp:1", False)):
-        operation = Operation(tap=WEIGHTS, kind=Kind.OTHER, inputs=(TOPK,), source=source)
-        hypotheses = by_cause(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation}))
-        assert bool(hypotheses) == is_found
-
-
-def test_the_bias_of_the_choice_in_the_weights(tmp_path):
-    cause = "the router's bias, which is for the choice alone, is in the weights, too"
-    bias = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-    corrected = PICKED + bias[CHOSEN]
-    for at, (right, wrong) in enumerate(((PICKED, corrected), (RENORMED, per_row(corrected)))):
-        hypotheses = by_cause(
-            router.other_routing_weights, of(tmp_path / str(at), right, gate=Gate(correction_bias=bias))
-        )
-        torch.testing.assert_close(hypotheses[cause].output, wrong)
-    assert cause not in by_cause(router.other_routing_weights, of(tmp_path / "r", PICKED))
+SOFTMAX, SIGMOID = "a softmax over all experts", "a sigmoid"
 
 
 def test_a_choice_in_groups_without_its_bias(tmp_path):
@@ -170,13 +57,6 @@ def test_a_choice_in_groups_without_its_bias(tmp_path):
     assert holds(router.choice_by_other_scores, failure) == set()
     grouped = type(failure)(**{**vars(failure), "operation": replace(failure.operation, shape=(2, 1))})
     assert holds(router.choice_by_other_scores, grouped) == {cause}
-
-
-def test_choices_of_another_router_are_not_its_own(tmp_path):
-    failure = of(tmp_path / "r", RENORMED)
-    operation = Operation(tap=WEIGHTS, kind=Kind.OTHER, inputs=(GATE,), source="model.layers.1.other:1")
-    failure.hf.modules |= {"model.layers.1.other": Gate(), "model.layers.1": Gate()}
-    assert by_cause(router.other_routing_weights, type(failure)(**{**vars(failure), "operation": operation})) == {}
 
 
 # The choice.

@@ -7,7 +7,7 @@ from torch import nn
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.explain.layer import wiring
 
-from ..toys import ToyModel, assert_outputs, by_cause, failure_of, named, random, recorded
+from ..toys import ToyModel, by_cause, failure_of, named, random, recorded
 
 TAPS = [f"l.0.{name}" for name in ("one", "two", "three")]
 PARTS = [random(5, width, seed=width) for width in (4, 6, 2)]
@@ -45,7 +45,6 @@ STREAM_BEFORE, NORM, BRANCH_TAP, SUM = (
 )  # fmt: skip
 EARLIER, FAR, LATER = "model.layers.0.mlp.down_proj", "model.layers.2.mlp", "model.norm"
 S, B = random(4, 6, seed=1), random(4, 6, seed=2)
-IN_PLACE = "the residual is taken after the norm, or the norm overwrites it in place"
 
 
 def of(actual=None, *, inputs=(STREAM_BEFORE, BRANCH_TAP), taps=None, folder=None, dtype=torch.float32):
@@ -106,37 +105,6 @@ def test_the_factors_of_both_sides_are_fitted(tmp_path, stream, branch):
         torch.testing.assert_close(one.output, stream * S + B)
 
 
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_the_norm_in_the_streams_place(tmp_path, is_recorded):
-    """What was recorded of the norm goes before what it should be; before its weight, only that is known."""
-    weight = torch.linspace(0.5, 2, 6, dtype=torch.float64)
-    before = torch.stack([row / (sum(x * x for x in row) / 6 + 1e-6).sqrt() for row in S])
-    kept = random(4, 6, seed=3)
-    failure = of(folder=tmp_path / "r", taps={NORM: kept} if is_recorded else {"x": S})
-    expected = {IN_PLACE: B + (kept if is_recorded else before * weight), f"{IN_PLACE}, before its weight": before + B}
-    assert_outputs(wiring.residual_after_the_norm, failure, expected)
-
-
-def test_another_tensor_of_the_layer_or_of_the_one_before(tmp_path):
-    another, last, wide = random(4, 6, seed=4), random(4, 6, seed=5), random(4, 7)
-    taps = {EARLIER: another, NORM: wide, FAR: another, LATER: last, STREAM_BEFORE: S, BRANCH_TAP: B}
-    failure = of(folder=tmp_path / "r", taps=taps)
-    expected = {}
-    for name, tensor in ((EARLIER, another), (LATER, last)):
-        expected[f"{name} is added in the place of self_attn.o_proj"] = S + tensor
-        expected[f"{name} is added in the place of output"] = B + tensor
-    assert_outputs(wiring.another_tensor, failure, expected)
-    assert all(item.is_vague for item in wiring.another_tensor(failure))
-
-
-def test_a_tensor_of_the_same_layer_is_named_by_its_site(tmp_path):
-    another = random(4, 6, seed=4)
-    failure = of(folder=tmp_path / "r", taps={NORM: another})
-    expected = {f"input_layernorm is added in the place of {side}": kept + another
-                for side, kept in (("output", B), ("self_attn.o_proj", S))}  # fmt: skip
-    assert_outputs(wiring.another_tensor, failure, expected)
-
-
 def test_experts_of_a_sum_are_called_by_their_names():
     routed, shared = "model.layers.0.mlp.experts", "model.layers.0.mlp.shared_expert"
     operation = Operation(tap="model.layers.0.mlp", kind=Kind.ADD, inputs=(routed, shared))
@@ -151,34 +119,12 @@ def test_experts_of_a_sum_are_called_by_their_names():
     )
 
 
-def test_sides_in_16_bits(tmp_path):
-    expected = {}
-    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        s, b = S.to(dtype).double(), B.to(dtype).double()
-        expected |= {
-            f"the residual is in {name}": s + B,
-            f"the branch is in {name}": S + b,
-            f"the addition is of values in {name}": s + b,
-        }
-    assert_outputs(wiring.coarse_addition, of(folder=tmp_path / "r"), expected)
-
-
-def low(x, dtype=torch.bfloat16):
-    return x.to(dtype).double()
-
-
-NORMED = torch.nn.functional.rms_norm(S, (6,), eps=1e-6)
 MISTAKES = {
     "the residual is not added": B,
     "the branch is not added to the residual": S,
     "the branch is added twice": S + 2 * B,
     "the residual is added twice": 2 * S + B,
     "the branch is subtracted": S - B,
-    IN_PLACE: torch.linspace(0.5, 2, 6) * NORMED + B,
-    f"{IN_PLACE}, before its weight": NORMED + B,
-    "the branch is in bfloat16": S + low(B),
-    "the residual is in float16": low(S, torch.float16) + B,
-    "the addition is of values in bfloat16": low(S) + low(B),
     "the branch is added with a factor of 0.22": S + 0.22 * B,
     "the residual is added with a factor of 0.7": 0.7 * S + B,
     "the residual is added with a factor of 0.7, and the branch with one of 1.2": 0.7 * S + 1.2 * B,

@@ -1,0 +1,70 @@
+"""Limits of a trial: a changed program may compute far more than the right one, or without an end."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter, tree_map
+
+_MORE, _SPARE_BYTES = 16, 1 << 28
+"""Times the bytes that the right program makes, and bytes beyond them, that a trial may make."""
+_LONGER, _SPARE_SECONDS = 20, 0.1
+"""The same of the time that it takes."""
+
+
+class TooMuchError(BaseException):
+    """Ends a trial; no handler in the changed program is to catch it."""
+
+
+class Meter(TorchFunctionMode):
+    """Adds up what the functions of a program make, and ends the program beyond its limits.
+
+    A function whose result may be too large is called on shapes alone first.
+    """
+
+    def __init__(self, *, max_bytes: float = float("inf"), max_seconds: float = float("inf")) -> None:
+        super().__init__()
+        self.num_bytes, self.taken = 0, 0.0
+        self._max_bytes, self._begin, self._max_seconds = max_bytes, time.thread_time(), max_seconds
+
+    def __exit__(self, *error: Any) -> None:
+        self.taken = time.thread_time() - self._begin
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if time.thread_time() - self._begin > self._max_seconds:
+            raise TooMuchError
+        if self._may_be_large(args):
+            with torch._C.DisableTorchFunction():
+                self._count(_on_shapes(func, args, kwargs or {}), is_kept=False)
+        result = func(*args, **(kwargs or {}))
+        self._count(result)
+        return result
+
+    def _may_be_large(self, args: tuple[Any, ...]) -> bool:
+        sizes = sorted(item.numel() for item in args if isinstance(item, torch.Tensor))
+        return len(sizes) > 1 and 8 * sizes[-1] * sizes[-2] > self._max_bytes
+
+    def _count(self, result: Any, *, is_kept: bool = True) -> None:
+        made = sum(item.nbytes for item in tree_iter(result) if isinstance(item, torch.Tensor))
+        if self.num_bytes + made > self._max_bytes:
+            raise TooMuchError
+        self.num_bytes += made if is_kept else 0
+
+
+def _on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return what a function gives on tensors without storage; None if it needs their values."""
+    shapes = tree_map(lambda item: item.to("meta") if isinstance(item, torch.Tensor) else item, (args, kwargs))
+    try:
+        return func(*shapes[0], **shapes[1])
+    except Exception:
+        return None
+
+
+def limited(right: Meter) -> Meter:
+    """Return a meter with the limits of a trial, by what the right program took."""
+    return Meter(max_bytes=_MORE * right.num_bytes + _SPARE_BYTES, max_seconds=_LONGER * right.taken + _SPARE_SECONDS)
