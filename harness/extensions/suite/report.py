@@ -104,7 +104,11 @@ def facts(result: SuiteResult) -> list[tuple[str, str]]:
         timings += f", {count(result.num_goldens, 'golden')} {number(result.golden_s)} s"
     sentences = [("timings", f"{timings}; {count(result.num_workers, 'worker')}")]
     if result.num_resumed:
-        sentences.append(("resumed", f"{count(result.num_resumed, 'case')} had ended before, and did not run again"))
+        words = (
+            f"{count(result.num_resumed, 'case')} had ended before, and did not run again: "
+            "what they read is the same, and environment variables are not compared"
+        )
+        sentences.append(("resumed", words))
     retried = sum(case.attempts > 1 for case in result.cases)
     if retried:
         sentences.append(("retried", f"{count(retried, 'case')} ran more than once, since a worker or a node was lost"))

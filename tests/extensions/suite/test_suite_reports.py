@@ -71,6 +71,7 @@ def test_the_text_has_counts_matrix_and_what_did_not_pass(suite):
     assert "c[small,mine]\n         H040: model.layers.1.self_attn.q_proj, request 0, position 7" in text
     assert "H136: its interpreter ended by signal SIGSEGV" in text
     assert "1 case had ended before" in text
+    assert "environment variables are not compared" in " ".join(text.split())
     assert "1 case ran more than once" in text
     assert "c[small,hf]" not in text
 
