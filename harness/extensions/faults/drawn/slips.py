@@ -38,8 +38,8 @@ def config_field(model: nn.Module, random: Random) -> Edit | None:
     def plant(target: Any) -> None:
         changed = type(target.config).from_dict({**target.config.to_dict(), name: value})
         changed._attn_implementation = target.config._attn_implementation
-        built = type(target)(changed).to(target.dtype).eval()
-        built.load_state_dict(target.state_dict())  # refuses other shapes
+        built = type(target)(changed).eval()
+        built.load_state_dict(target.state_dict(), assign=True)  # keeps their dtypes, and refuses other shapes
         for child, module in built.named_children():
             setattr(target, child, module)
         target.config = changed

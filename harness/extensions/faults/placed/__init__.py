@@ -59,7 +59,7 @@ TRUTHS = {
     "gate_and_up": r"weights are those of|swapped|wrong order",
     "state_decay": r"A_log|decay|is scaled by 1.1|gain",
     "experts_swapped": r"swapped|computed with the weights of expert",
-    "router_top_k": r"wrong top-k",
+    "router_top_k": r"wrong top-k|only the first of the chosen",
     "routed_scaling": r"scaling factor|gain|normalised to a sum of one after",
     "embedding_multiplier": r"gain|scaled|output is that of",
     "residual_multiplier": r"factor|gain",
