@@ -46,7 +46,7 @@ IN_DECODE: dict[str, Callable[[nn.Module], list[Plan]]] = {
 }
 """Those that show in decode alone."""
 TRUTHS = {
-    "attention_scale": r"softmax scale is|gain",
+    "attention_scale": r"softmax scale is|scaling of|gain",
     "attention_softcap": r"soft cap",
     "attention_window": r"window",
     "attention_sinks": r"sink",
