@@ -13,11 +13,18 @@ from harness.extensions.faults.benchmark import Questions
 from harness.extensions.faults.fault import Category, EngineKind, Fault, FaultConfig, Variant
 from harness.extensions.faults.modules.changes import Plant, cache, frequencies, weight
 from harness.extensions.faults.modules.declaring import NUM_NEW_TOKENS
+from harness.extensions.faults.modules.sound_attention import implementation
+from harness.extensions.faults.modules.sound_modules import at_modules, halves, is_linear
 
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES = tuple(10 ** (-step / 2) for step in range(15))
 """From 1 down to 1e-7, two in a decade."""
-SOUND = "sound"
+SOUND: Mapping[str, Plant | None] = {
+    "as-it-is": None,
+    "eager-attention": implementation("eager"),
+    "products-in-halves": at_modules(is_linear, halves),
+}
+"""Sound engines in which none of the quantities is off."""
 _FAMILY, _LAYER = "qwen3_moe", "model.layers.0."
 _SLOT, _EXPERT = 5, 1
 
@@ -69,11 +76,11 @@ QUANTITIES: Mapping[str, Callable[[float], Plant]] = {
 
 
 def power_entry(id: str) -> Fault | Variant:
-    """Return the fault of an id, `power/eps/float32/4`, or the sound engine `power/eps/float32/sound`."""
+    """Return the fault of an id, `power/eps/float32/4`, or the sound engine `power/sound/float32/eager-attention`."""
     _, quantity, dtype, step = id.split("/")
     setting = FaultConfig(model=_FAMILY, dtype=dtype, schedule="plain", max_new_tokens=NUM_NEW_TOKENS)
-    if step == SOUND:
-        return Variant(id=id, summary=SOUND, setting=setting, engine=EngineKind.MODULE)
+    if step in SOUND:
+        return Variant(id=id, summary=step, setting=setting, engine=EngineKind.MODULE, inject=SOUND[step])
     size = SIZES[int(step)]
     return Fault(
         id=id, category=Category.NUMBERS, summary=f"{quantity} off by {size:.1e}.", inject=QUANTITIES[quantity](size),
@@ -90,7 +97,7 @@ class Power:
     smallest: Mapping[str, float | None]
     """By tool; None if it finds none of them."""
     alarms: Sequence[str]
-    """Tools that call the sound engine wrong: what they find says nothing."""
+    """Tools that call a sound engine of this dtype wrong."""
 
 
 def measure(tools: Mapping[str, Sequence[str]], questions: Questions, progress: Progress | None = None) -> list[Power]:
@@ -108,13 +115,15 @@ def measure(tools: Mapping[str, Sequence[str]], questions: Questions, progress: 
         smallest: dict[str, float | None] = {}
         alarms: list[str] = []
 
-        def is_detected(adapter: str, name: str, step: str, at: str = f"power/{quantity}/{dtype}/") -> bool:
-            answer = questions.ask(adapter, at + step).answers.get(name)
+        def is_detected(adapter: str, name: str, step: str, at: str = f"power/{quantity}/{dtype}") -> bool:
+            answer = questions.ask(adapter, f"{at}/{step}").answers.get(name)
             return answer is not None and not answer.is_sound
 
         for adapter, names in tools.items():
             for name in names:
-                alarms += [name] if is_detected(adapter, name, SOUND) else []
+                alarms += (
+                    [name] if any(is_detected(adapter, name, kind, f"power/sound/{dtype}") for kind in SOUND) else []
+                )
                 low, high = -1, len(SIZES)  # the last size that is found, and the first that is not
                 while high - low > 1:
                     middle = (low + high) // 2
@@ -125,7 +134,7 @@ def measure(tools: Mapping[str, Sequence[str]], questions: Questions, progress: 
 
 
 def as_table(powers: Sequence[Power], *, tablefmt: str = "github") -> str:
-    """Return a table of the smallest sizes: tools in columns, `alarms` where a sound engine alarms."""
+    """Return a table of the smallest sizes: tools in columns, in brackets where a sound engine alarms."""
     names = list(powers[0].smallest)
     rows = [[power.quantity, power.dtype, *(_shown(power, name) for name in names)] for power in powers]
     return tabulate(rows, headers=["off", "dtype", *names], tablefmt=tablefmt, disable_numparse=True) + "\n"
@@ -133,4 +142,5 @@ def as_table(powers: Sequence[Power], *, tablefmt: str = "github") -> str:
 
 def _shown(power: Power, name: str) -> str:
     size = power.smallest[name]
-    return "alarms" if name in power.alarms else "-" if size is None else f"{size:.1e}"
+    text = "-" if size is None else f"{size:.1e}"
+    return f"({text})" if name in power.alarms else text

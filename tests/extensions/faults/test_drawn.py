@@ -9,7 +9,7 @@ import torch
 from harness.extensions.faults.catalogue import entry_of
 from harness.extensions.faults.drawn.draw import KINDS, _place, draw, pattern_of
 from harness.extensions.faults.fault import Fault, Variant
-from harness.extensions.faults.power import DTYPES, QUANTITIES, SIZES, Power, as_table, measure, power_entry
+from harness.extensions.faults.power import DTYPES, QUANTITIES, SIZES, SOUND, Power, as_table, measure, power_entry
 from harness.extensions.faults.zoo.models import build, logits, tokens
 from harness.extensions.faults.zoo.quiet import quiet
 
@@ -81,7 +81,6 @@ def test_a_larger_error_changes_more(quantity):
             rows = [held(input_ids=ids, use_cache=True).logits for held in (model, sound)]
         changes.append(float((rows[0] - rows[1]).norm()))
     assert changes[0] > changes[1] > 0
-    assert isinstance(power_entry(f"power/{quantity}/float32/sound"), Variant)
 
 
 class Knows:
@@ -99,4 +98,14 @@ def test_the_smallest_error_is_found_by_bisection():
     assert {power.smallest["mine"] for power in powers} == {1e-3}
     assert {power.smallest["absent"] for power in powers} == {None}
     alarming = Power(quantity="eps", dtype="float32", smallest={"mine": 1e-3, "b": None}, alarms=["mine"])
-    assert "alarms" in as_table([alarming])
+    assert "(1.0e-03)" in as_table([alarming])
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_sound_engines_differ_by_rounding_alone(kind):
+    model, sound = (build("qwen3_moe", seed=7) for _ in range(2))
+    entry = power_entry(f"power/sound/float32/{kind}")
+    assert isinstance(entry, Variant)
+    if entry.inject is not None:
+        entry.inject(model)
+    torch.testing.assert_close(logits(model, tokens()), logits(sound, tokens()), rtol=1e-4, atol=1e-4)

@@ -36,7 +36,7 @@ def is_rms(module: nn.Module) -> bool:
 # --- products ---
 
 
-def halves(m: nn.Linear) -> Callable[..., Any]:
+def halves(m: Any) -> Callable[..., Any]:
     """The sum in two halves, as two ranks or a split-K kernel have it; float32 between them."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
