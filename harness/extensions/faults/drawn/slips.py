@@ -40,6 +40,9 @@ def config_field(model: nn.Module, random: Random) -> Edit | None:
         changed._attn_implementation = target.config._attn_implementation
         built = type(target)(changed).eval()
         built.load_state_dict(target.state_dict(), assign=True)  # keeps their dtypes, and refuses other shapes
+        dtypes = {path: buffer.dtype for path, buffer in target.named_buffers()}
+        for path, buffer in built.named_buffers():
+            buffer.data = buffer.data.to(dtypes.get(path, buffer.dtype))
         for child, module in built.named_children():
             setattr(target, child, module)
         target.config = changed
