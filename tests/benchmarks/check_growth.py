@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import torch
 from tabulate import tabulate
-from tests.families.lively import make_lively
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.base.memory import watched_memory
