@@ -2,7 +2,8 @@
 
 Every explanation computes what a mistake makes of the rows of an operation. On sound rows, the distance of that from
 the right rows, over the bound of the row, says whether the judge would have seen the mistake. One operation of each
-site is tried, on a few of its rows.
+site is tried, on a few of its rows. Where few mistakes are known of an operation, changes of HF's code stand for those
+that nobody wrote down.
 """
 
 import time
@@ -19,6 +20,7 @@ from harness.judge.compare.evidence import guarded
 from harness.judge.compare.run import Comparison
 from harness.judge.explain.causes import known_mistakes
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
+from harness.judge.explain.edits import likely_mistakes
 from harness.judge.explain.run import Explainer
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
@@ -26,6 +28,8 @@ from harness.results.check import DetectionPower, KnownMistake
 
 _NO_EFFECT = 1e-3
 """Share of the bound below which a mistake changes nothing: what is left is the rounding of float64."""
+_ENOUGH = 8
+"""Known mistakes of an operation, from which on HF's code is not changed for more."""
 
 
 def power_of(
@@ -82,14 +86,10 @@ def _without_sound_rows(comparison: Comparison, hf: HFModel) -> tuple[str, ...]:
 
 def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]:
     """Yield every mistake that can be made in an operation, each once: where several ways make it, the least seen."""
-    same = replace(sound, actual=sound.expected, sound=frozenset())  # so nothing is fitted
     least: dict[str, float] = {}
-    for explain in known_mistakes(sound.operation.kind):
-        with guarded(explain.__name__, failures):
-            for hypothesis in explain(same):
-                if _is_a_mistake(hypothesis) and hypothesis.output.shape == sound.expected.shape:
-                    share = _bound_share(sound, hypothesis.output)
-                    least[hypothesis.cause] = min(share, least.get(hypothesis.cause, share))
+    for hypothesis in mistakes_in(sound, failures):
+        share = _bound_share(sound, hypothesis.output)
+        least[hypothesis.cause] = min(share, least.get(hypothesis.cause, share))
     for cause, share in least.items():
         is_seen = share > 1
         yield KnownMistake(
@@ -99,6 +99,19 @@ def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]
             is_seen=is_seen,
             needs=None if is_seen else _needs(share, sound.dtype),
         )
+
+
+def mistakes_in(sound: WrongOperation, failures: list[str]) -> Iterator[Hypothesis]:
+    """Yield what mistakes make of the rows of a sound operation; names of explanations that raise go to `failures`."""
+    same, causes = replace(sound, actual=sound.expected, sound=frozenset()), set[str]()  # so nothing is fitted
+    for explain in (*known_mistakes(sound.operation.kind), likely_mistakes):
+        if explain is likely_mistakes and len(causes) >= _ENOUGH:
+            return
+        with guarded(explain.__name__, failures):
+            for hypothesis in explain(same):
+                if _is_a_mistake(hypothesis) and hypothesis.output.shape == sound.expected.shape:
+                    causes.add(hypothesis.cause)
+                    yield hypothesis
 
 
 def _is_a_mistake(hypothesis: Hypothesis) -> bool:

@@ -35,6 +35,8 @@ _FEW = (7, 11, 13, 17)
 _SOME, _ALL = 0.5, 0.85
 """Shares of rows that come out as recorded: for a change to be told, and for less likely ones to be left out."""
 _SAME = 1e-5
+_MOST_MISTAKES = 16
+"""Changes that are tried of one sound operation."""
 _FALL, _ALLOWANCE = 0.5, 2.0
 """What a row's error must fall to, in shares of it and of its bound: as in the trial."""
 _SMALL, _ALIKE = 1.01, 0.25
@@ -74,6 +76,27 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
         budget.notes[wrong.operation.tap] = (
             f"{trials.num_ended:,} edits of HF's code were ended: they took far more memory or time than it does"
         )
+
+
+def likely_mistakes(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Yield what changes of HF's code that have a term of the field make of a few rows, whatever was recorded.
+
+    The other rows are as they should be.
+    """
+    trials, seen, num_tried = _Trials.of(wrong), set[int](), 0
+    if trials is None:
+        return
+    changes = (change for code in codes_around(wrong) for change in code.changes())
+    for change in sorted(changes, key=lambda change: change.rank):
+        told = change.tell(1.0)
+        if change.is_fitted or told.is_vague:
+            continue
+        if (num_tried := num_tried + 1) > _MOST_MISTAKES:
+            return
+        output = trials.output_of_few(change)
+        if output is not None and (digest := _digest(output)) not in seen:
+            seen.add(digest)
+            yield Hypothesis(cause=told.cause, output=output, detail=told.detail)
 
 
 def in_turns(wrong: WrongOperation) -> list[tuple[int, Change]]:
@@ -179,6 +202,16 @@ class _Trials:
             tap=self._changed_tap(),
             unknown=None if bool(self.here.all()) else ~self.here,
         )
+
+    def output_of_few(self, change: Change) -> torch.Tensor | None:
+        """Return the rows of the operation [R, W], a few under a change; None if it fails or changes nothing."""
+        place, rows = self._few(change.module) or (self.part, torch.arange(len(self.right)))
+        output = self._under(change, 1.0, place)
+        if output is None or not bool(output.any()) or _is_same(output, self.right[rows]):
+            return None
+        whole = self.wrong.expected.clone()
+        whole[self.here.nonzero()[rows, 0]] = output
+        return whole
 
     def _changed_tap(self) -> str | None:
         """Return the first tap that was not recorded and that the latest run of the part gave otherwise."""
