@@ -77,7 +77,7 @@ test-sglang:  ## the adapters of SGLang on a CPU without its kernels, in a separ
 	.venv-sglang/bin/pip install -q -c tests/sglang/versions.txt -e . torch pytest hypothesis
 	.venv-sglang/bin/pip install -q --no-deps -r tests/sglang/without-dependencies.txt
 	.venv-sglang/bin/pip install -q -c tests/sglang/versions.txt -r tests/sglang/imported.txt
-	.venv-sglang/bin/python -m pytest -q -m slow -o addopts="" -o filterwarnings=default tests/sglang
+	.venv-sglang/bin/python -m pytest -q -m slow -o addopts="--import-mode=importlib" -o filterwarnings=default tests/sglang
 
 docs:  ## the documents as pages with search, in build/site/pages; needs `pip install -e '.[docs]'`
 	python docs/site/explanations.py
