@@ -17,7 +17,7 @@ import torch
 from harness.base.numerics import Numerics
 from harness.errors import Code
 from harness.extensions.faults.fault import FaultConfig, Variant
-from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.reference.injection import replacing
 from harness.extensions.faults.trial import Trial, try_entry
 from reference_engine.kv_cache import KVCache
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from harness.base.files import scratch_folder
 from harness.errors import HarnessError
 from harness.extensions.faults.fault import Variant
+from harness.extensions.faults.reference.variants import variants
 from harness.extensions.faults.subject import opened
-from harness.extensions.faults.variants import variants
 from harness.judge.jobs.check import run_check
 from harness.results.check import Outcome
 

@@ -15,8 +15,8 @@ from unittest.mock import patch
 from tabulate import tabulate
 
 from harness.base.environment import describe_machine
+from harness.extensions.faults.reference.variants import variants
 from harness.extensions.faults.trial import try_entry
-from harness.extensions.faults.variants import variants
 from harness.judge.compare.systematic import THRESHOLD, Effects
 from harness.results.check import Effect
 

@@ -6,25 +6,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from harness.errors import Code, HarnessError
-from harness.extensions.faults import (
-    attention,
-    cache,
-    conventions,
-    drafts,
-    experts,
-    formulas,
-    latent,
-    norm,
-    numbers,
-    odd,
-    odder,
-    parts,
-    paths,
-    position,
-    sampling,
-    weights,
-)
-from harness.extensions.faults import variants as sound_engines
 from harness.extensions.faults.fault import Category, EngineKind, Fault, Variant
 from harness.extensions.faults.modules import attention as module_attention
 from harness.extensions.faults.modules import (
@@ -41,6 +22,25 @@ from harness.extensions.faults.modules import (
 from harness.extensions.faults.modules import experts as module_experts
 from harness.extensions.faults.modules import weights as module_weights
 from harness.extensions.faults.modules.declaring import SOUND
+from harness.extensions.faults.reference import (
+    attention,
+    cache,
+    conventions,
+    drafts,
+    experts,
+    formulas,
+    latent,
+    norm,
+    numbers,
+    parts,
+    paths,
+    position,
+    sampling,
+    unreported,
+    unreported_parts,
+    weights,
+)
+from harness.extensions.faults.reference import variants as sound_engines
 from harness.extensions.faults.servers import served_faults, served_variants
 
 _MODULES = (
@@ -58,8 +58,8 @@ _MODULES = (
     parts,
     paths,
     experts,
-    odd,
-    odder,
+    unreported,
+    unreported_parts,
 )
 _AGAIN = {
     "bfloat16": (

@@ -13,10 +13,10 @@ import torch
 from harness.base.files import scratch_folder
 from harness.base.numerics import Numerics
 from harness.engines import Workload
-from harness.extensions.faults.conventions import in_format
 from harness.extensions.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, EngineKind, Fault, FaultConfig, Variant
-from harness.extensions.faults.injection import InjectedFault
 from harness.extensions.faults.modules.declaring import module_prompts
+from harness.extensions.faults.reference.conventions import in_format
+from harness.extensions.faults.reference.injection import InjectedFault
 from harness.formats.case import RequestSpec
 from harness.formats.checkpoint import embedded_cases
 from harness.formats.recording import RecordingWriter

@@ -18,8 +18,8 @@ from harness.errors import HarnessError
 from harness.extensions.faults.answer import Answer, Tool
 from harness.extensions.faults.catalogue import entry_of
 from harness.extensions.faults.fault import Fault, Variant
-from harness.extensions.faults.injection import InjectedFault
 from harness.extensions.faults.operations import distance_to
+from harness.extensions.faults.reference.injection import InjectedFault
 from harness.extensions.faults.subject import Subject, opened
 from harness.extensions.faults.tools import open_tool
 from harness.extensions.faults.zoo.quiet import quiet

@@ -16,12 +16,12 @@ from harness.extensions.faults import worker
 from harness.extensions.faults.catalogue import FAULTS as KNOWN
 from harness.extensions.faults.catalogue import VARIANTS, choose, entry_of
 from harness.extensions.faults.fault import Category, EngineKind, Fault, FaultConfig
-from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.variants import variants
 from harness.extensions.faults.score import grade
 from harness.extensions.faults.subject import opened
 from harness.extensions.faults.tools import open_tool
 from harness.extensions.faults.trial import try_entry
-from harness.extensions.faults.variants import variants
 from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool

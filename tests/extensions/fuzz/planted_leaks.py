@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import reference_engine.model_runner
-from harness.extensions.faults.drafts import FAULTS
-from harness.extensions.faults.injection import replaced, replacing
+from harness.extensions.faults.reference.drafts import FAULTS
+from harness.extensions.faults.reference.injection import replaced, replacing
 from harness.formats.recording import RequestInfo
 from harness.results.check import Memory
 from reference_engine.attention.paged import PagedAttention, SingleBlocks

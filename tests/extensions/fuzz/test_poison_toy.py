@@ -5,7 +5,7 @@ import torch
 
 from harness.engines.by_content import StepEngine
 from harness.engines.poison import fill
-from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.reference.injection import replacing
 from harness.extensions.fuzz.poison import Poisoner
 from harness.formats.schedule import parse_schedule
 from harness.oracle.model import load_model

@@ -62,7 +62,9 @@ def test_where_two_formulas_in_float32_differ_there_is_room_for_either():
     largest = torch.rand(2000, 1, generator=torch.Generator().manual_seed(0)) + 1
     near_ties = largest * (torch.arange(96, 127) + 0.5) / 127
     rows = torch.cat((largest, near_ties), dim=1)
-    faults = pytest.importorskip("harness.extensions.faults.conventions", reason="the catalogue is an extension")
+    faults = pytest.importorskip(
+        "harness.extensions.faults.reference.conventions", reason="the catalogue is an extension"
+    )
     integers, scale = faults.quantised(rows)
     held = quantised(rows, "Q8_0")
     error = (held.values - (integers.double() * scale).flatten(-2)).abs()

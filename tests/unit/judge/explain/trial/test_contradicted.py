@@ -4,8 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("harness.extensions.faults", reason="the catalogue of faults is an extension")
-from harness.extensions.faults.experts import mixed, routed, sum_of
 from harness.extensions.faults.fault import Category, Fault, FaultConfig
+from harness.extensions.faults.reference.experts import mixed, routed, sum_of
 from harness.extensions.faults.trial import try_entry
 
 

@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import linear, silu
 
 import reference_engine.attention.paged
-from harness.extensions.faults import conventions
-from harness.extensions.faults.attention import merge_exactly, split_decode
 from harness.extensions.faults.fault import FaultConfig, Variant
-from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.reference import conventions
+from harness.extensions.faults.reference.attention import merge_exactly, split_decode
+from harness.extensions.faults.reference.injection import replacing
 from reference_engine.batch import Batch
 from reference_engine.block_pool import BlockPool
 from reference_engine.layers import MLP, Linear, RMSNorm

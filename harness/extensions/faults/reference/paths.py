@@ -10,11 +10,11 @@ import torch
 
 import reference_engine.attention.paged
 import reference_engine.model_runner
-from harness.extensions.faults.attention import WINDOWED, attend, causal, merge_exactly, tiled
-from harness.extensions.faults.cache import prefixes_changed
 from harness.extensions.faults.fault import BLOCK_SIZE, PROMPT_LENGTHS, Category, Fault, Row, table_of
-from harness.extensions.faults.injection import InjectedFault, device_of, replaced, replacing
-from harness.extensions.faults.position import CHUNK, per_row, positions_changed
+from harness.extensions.faults.reference.attention import WINDOWED, attend, causal, merge_exactly, tiled
+from harness.extensions.faults.reference.cache import prefixes_changed
+from harness.extensions.faults.reference.injection import InjectedFault, device_of, replaced, replacing
+from harness.extensions.faults.reference.position import CHUNK, per_row, positions_changed
 from reference_engine.block_manager import BlockManager
 from reference_engine.kv_cache import KVCache
 from reference_engine.model import Attention

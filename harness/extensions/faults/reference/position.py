@@ -10,7 +10,7 @@ import reference_engine.model
 import reference_engine.model_runner
 import reference_engine.rope_types
 from harness.extensions.faults.fault import FIRST, FIRST_DECODE, SECOND, Category, FaultConfig, table_of
-from harness.extensions.faults.injection import device_of, replacing
+from harness.extensions.faults.reference.injection import device_of, replacing
 from reference_engine.rotary import RotaryEmbedding, rotate_half
 
 CHUNK = 7

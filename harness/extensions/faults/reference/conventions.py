@@ -14,11 +14,11 @@ from torch.nn.functional import linear
 
 import reference_engine.attention.paged
 from harness.base.numerics import Numerics
-from harness.extensions.faults.cache import stored
 from harness.extensions.faults.fault import FIRST, SECOND, Category, FaultConfig, Variant, table_of
-from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.norm import edited_layers
-from harness.extensions.faults.position import frequencies_changed
+from harness.extensions.faults.reference.cache import stored
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.norm import edited_layers
+from harness.extensions.faults.reference.position import frequencies_changed
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import Linear
 from reference_engine.model import DecoderLayer

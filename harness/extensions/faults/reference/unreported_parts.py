@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu, silu
 
-from harness.extensions.faults.attention import attend
-from harness.extensions.faults.cache import stored
-from harness.extensions.faults.experts import mixed, routed, sum_of
 from harness.extensions.faults.fault import NOTHING, Category
-from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.norm import branches, edited_layers, norm_scaled_by
-from harness.extensions.faults.odd import (
+from harness.extensions.faults.reference.attention import attend
+from harness.extensions.faults.reference.cache import stored
+from harness.extensions.faults.reference.experts import mixed, routed, sum_of
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.norm import branches, edited_layers, norm_scaled_by
+from harness.extensions.faults.reference.position import frequencies_changed, positions_changed, rotary
+from harness.extensions.faults.reference.unreported import (
     _fault,
     attention,
     ids_changed,
@@ -22,8 +23,7 @@ from harness.extensions.faults.odd import (
     projected,
     weight,
 )
-from harness.extensions.faults.position import frequencies_changed, positions_changed, rotary
-from harness.extensions.faults.weights import loaded
+from harness.extensions.faults.reference.weights import loaded
 from reference_engine.families.experts import Expert
 from reference_engine.kv_cache import KVCache
 from reference_engine.layers import RMSNorm

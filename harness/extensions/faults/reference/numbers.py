@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults.cache import stored
 from harness.extensions.faults.fault import FIRST, Category, Fault, Row, table_of
-from harness.extensions.faults.norm import edited_layers
-from harness.extensions.faults.weights import Weights, loaded
+from harness.extensions.faults.reference.cache import stored
+from harness.extensions.faults.reference.norm import edited_layers
+from harness.extensions.faults.reference.weights import Weights, loaded
 from reference_engine.layers import MLP, Linear
 from reference_engine.model import DecoderLayer
 

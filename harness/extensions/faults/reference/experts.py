@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from harness.extensions.faults.fault import FIRST, Category, Row, table_of
-from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.weights import Weights, loaded
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.weights import Weights, loaded
 from reference_engine.batch import Batch
 from reference_engine.families.experts import Experts
 

@@ -7,7 +7,7 @@ import torch
 
 import reference_engine.loader
 from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, Category, Fault, FaultConfig, table_of
-from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.reference.injection import replacing
 
 _LAYER = "model.layers.0."
 Weights = dict[str, torch.Tensor]

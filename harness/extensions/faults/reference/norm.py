@@ -11,7 +11,7 @@ import reference_engine.families.build
 import reference_engine.layers
 import reference_engine.loader
 from harness.extensions.faults.fault import FIRST, FIRST_DECODE, Category, FaultConfig, table_of
-from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.reference.injection import replacing
 from reference_engine.layers import MLP, RMSNorm
 from reference_engine.model import Attention, Decoder, DecoderLayer
 

@@ -10,13 +10,13 @@ from torch.nn.functional import silu
 import reference_engine.attention.paged
 import reference_engine.kv_cache
 import reference_engine.model
-from harness.extensions.faults.attention import attend, causal
-from harness.extensions.faults.cache import stored
 from harness.extensions.faults.fault import NOTHING, Category, Fault, FaultConfig
-from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.norm import branches, edited_layers, norm_scaled_by
-from harness.extensions.faults.position import frequencies_changed, positions_changed, rotary
-from harness.extensions.faults.weights import loaded
+from harness.extensions.faults.reference.attention import attend, causal
+from harness.extensions.faults.reference.cache import stored
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.norm import branches, edited_layers, norm_scaled_by
+from harness.extensions.faults.reference.position import frequencies_changed, positions_changed, rotary
+from harness.extensions.faults.reference.weights import loaded
 from reference_engine.layers import MLP, Embedding, RMSNorm
 from reference_engine.model import Attention
 

@@ -8,12 +8,12 @@ import torch
 
 import reference_engine.loader
 import reference_engine.rope_types
-from harness.extensions.faults.attention import everywhere
 from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, Row, table_of
-from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.norm import norm_scaled_by
-from harness.extensions.faults.position import frequencies_changed
-from harness.extensions.faults.weights import Weights, loaded
+from harness.extensions.faults.reference.attention import everywhere
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.norm import norm_scaled_by
+from harness.extensions.faults.reference.position import frequencies_changed
+from harness.extensions.faults.reference.weights import Weights, loaded
 from reference_engine.layers import MLP, Embedding, RMSNorm
 from reference_engine.model import Decoder
 

@@ -20,8 +20,8 @@ from harness.extensions.faults.fault import (
     stopping_suite,
     table_of,
 )
-from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.norm import edited_layers
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.norm import edited_layers
 from reference_engine.layers import Linear
 from reference_engine.model import Decoder
 

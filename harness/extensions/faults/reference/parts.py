@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults.attention import everywhere
 from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, Row, table_of
-from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.norm import branches
-from harness.extensions.faults.position import frequencies_changed, positions_changed, rotary
-from harness.extensions.faults.weights import Weights, loaded
+from harness.extensions.faults.reference.attention import everywhere
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.norm import branches
+from harness.extensions.faults.reference.position import frequencies_changed, positions_changed, rotary
+from harness.extensions.faults.reference.weights import Weights, loaded
 from reference_engine.batch import Batch
 from reference_engine.model import Decoder
 from reference_engine.rotary import rotate_half

@@ -9,7 +9,7 @@ import torch
 
 import reference_engine.loader
 from harness.extensions.faults.fault import FIRST, SECOND, Category, table_of
-from harness.extensions.faults.injection import replacing
+from harness.extensions.faults.reference.injection import replacing
 from reference_engine.checkpoint.latent import LatentShape
 from reference_engine.families.latent_attention import LatentAttention
 from reference_engine.kv_cache import KVCache

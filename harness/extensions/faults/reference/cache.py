@@ -20,7 +20,7 @@ from harness.extensions.faults.fault import (
     block_manager_suite,
     table_of,
 )
-from harness.extensions.faults.injection import InjectedFault, replaced, replacing
+from harness.extensions.faults.reference.injection import InjectedFault, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool

@@ -8,8 +8,8 @@ import torch
 
 import reference_engine.attention.paged
 from harness.extensions.faults.fault import FIRST, FIRST_DECODE, PROMPT_LENGTHS, SECOND, Category, FaultConfig, table_of
-from harness.extensions.faults.injection import replacing
-from harness.extensions.faults.position import CHUNK
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.position import CHUNK
 from reference_engine.attention.paged import PagedAttention
 
 _ATTENTION = "model.layers.0.attention"

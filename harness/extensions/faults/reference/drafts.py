@@ -19,7 +19,7 @@ from harness.extensions.faults.fault import (
     Row,
     table_of,
 )
-from harness.extensions.faults.injection import InjectedFault, device_of, replaced, replacing
+from harness.extensions.faults.reference.injection import InjectedFault, device_of, replaced, replacing
 from reference_engine.attention.paged import PagedAttention
 from reference_engine.batch import slots_of
 from reference_engine.block_manager import BlockManager

@@ -1,0 +1,1 @@
+"""Faults and sound variants of the reference engine."""
