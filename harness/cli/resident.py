@@ -46,6 +46,7 @@ _IMPORTS = (
 _CHANGING = {"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"}
 """Variables of a shell that differ from command to command, and that no import reads."""
 _LENGTH = struct.Struct("<I")
+_READY, _BEGIN = b"ready\n", b"begin\n"
 _WAIT_S = 60.0
 _FDS = 5
 
@@ -56,13 +57,22 @@ class Forked:
     hears_the_terminal = False
 
     def __init__(self, connection: socket.socket) -> None:
-        """Read the number of the process; raises OSError if there is none."""
+        """Have the process begin, and read its number; raises OSError if there is none.
+
+        Nothing begins before this side asks for it: a command that has not waited any longer would run twice.
+        """
         self._connection, self._text = connection, b""
+        self._next_line()
+        connection.settimeout(None)
+        connection.sendall(_BEGIN)
+        self.pid = int(self._next_line())
+        connection.setblocking(False)
+
+    def _next_line(self) -> bytes:
         while not (line := self._line()):
             if not self._read():
                 raise ConnectionResetError
-        self.pid = int(line)
-        connection.setblocking(False)
+        return line
 
     def ended(self) -> int | None:
         """Return the exit status, or a signal's number with a minus; None while the process runs."""
@@ -239,17 +249,31 @@ def _peer(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def _run(connection: socket.socket) -> NoReturn:
-    """Fork the command's process, and tell its number and its end to the command that asked."""
+    """Read a command, and fork its process if the one that asked still waits for it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection.settimeout(_WAIT_S)
     length, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _FDS)
     text = bytearray()
     while len(text) < _LENGTH.unpack(length)[0]:
-        text += connection.recv(1 << 16)
+        if not (data := connection.recv(1 << 16)):
+            os._exit(1)  # whoever asked has ended
+        text += data
+    try:
+        connection.sendall(_READY)
+        is_wanted_still = connection.recv(len(_BEGIN)) == _BEGIN
+    except OSError:
+        is_wanted_still = False
+    if is_wanted_still:
+        _fork(connection, json.loads(text), fds)
+    os._exit(0)
+
+
+def _fork(connection: socket.socket, job: Mapping[str, Any], fds: Sequence[int]) -> None:
+    """Fork the command's process, and tell its number and its end to the command that asked."""
     pid = os.fork()
     if not pid:
         connection.close()
-        _become(json.loads(text), fds)
+        _become(job, fds)
     for fd in fds:
         os.close(fd)
     connection.sendall(b"%d\n" % pid)
@@ -257,7 +281,6 @@ def _run(connection: socket.socket) -> NoReturn:
     connection.sendall(b"%d\n" % status)
     with suppress(OSError):
         os.kill(_peer(connection)[0], signal.SIGCHLD)  # for which it waits
-    os._exit(0)
 
 
 def _become(job: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:

@@ -8,10 +8,10 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.base.files import scratch_folder
 from harness.properties.core.falsify import NamedAdapter
 from harness.properties.core.findings import PropertyError, PropertyFinding
 from harness.properties.engine.case import EngineCase, expected_program
@@ -48,8 +48,8 @@ def run_again(
         PropertyError: a request has other tokens now.
     """
     program = "\n".join([*adapter.imports, _LOOP.format(expression=adapter.expression)])
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "answers.json")
+    with scratch_folder("harness-") as folder:
+        out = folder / "answers.json"
         cases = json.dumps([_as_json(case) for case, _, _ in passed])
         path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
         ran = subprocess.run(
