@@ -5,7 +5,8 @@ process behind, and later ones find it; it ends after so many minutes without a 
 but what a new process would do:
 
 - Its socket's name is a digest of all that a process inherits: interpreter, flags, environment, places to import from,
-  limits, namespaces, user. The process computes the digest again from what it has itself, and ends if it differs.
+  ignored signals, limits, namespaces, user. The process computes the digest again from what it has itself: where that
+  differs, no command finds it.
 - It ends if a file that it has imported, or a folder to import from, was written since it began.
 - It imports no engine, runs no operation of torch and opens no device. It ends where an import started a thread (other
   than those of numpy's BLAS, which ends them before a fork and starts them after it), or opened a device.
@@ -45,8 +46,10 @@ _IMPORTS = (
 """What most checks import; numpy first, whose BLAS alone may start threads."""
 _CHANGING = {"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"}
 """Variables of a shell that differ from command to command, and that no import reads."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _LENGTH = struct.Struct("<I")
-_READY, _BEGIN = b"ready\n", b"begin\n"
+_GO = b"\n"
+"""What a command sends when it knows the number of its process; one that no longer waits runs in a child of its own."""
 _WAIT_S = 60.0
 _FDS = 5
 
@@ -57,22 +60,14 @@ class Forked:
     hears_the_terminal = False
 
     def __init__(self, connection: socket.socket) -> None:
-        """Have the process begin, and read its number; raises OSError if there is none.
-
-        Nothing begins before this side asks for it: a command that has not waited any longer would run twice.
-        """
+        """Read the number of the process; raises OSError if there is none."""
         self._connection, self._text = connection, b""
-        self._next_line()
-        connection.settimeout(None)
-        connection.sendall(_BEGIN)
-        self.pid = int(self._next_line())
-        connection.setblocking(False)
-
-    def _next_line(self) -> bytes:
         while not (line := self._line()):
             if not self._read():
                 raise ConnectionResetError
-        return line
+        self.pid = int(line)
+        connection.sendall(_GO)
+        connection.setblocking(False)
 
     def ended(self) -> int | None:
         """Return the exit status, or a signal's number with a minus; None while the process runs."""
@@ -165,8 +160,9 @@ def _inherited() -> str:
     variables = {name: value for name, value in os.environ.items() if name not in _CHANGING}
     limits, cgroup = (Path(f"/proc/self/{name}").read_text() for name in ("limits", "cgroup"))
     namespaces = sorted(str(entry.readlink()) for entry in Path("/proc/self/ns").iterdir())
+    ignored = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_IGN]  # `nohup`, `command &`
     parts = [
-        sorted(variables.items()), limits, cgroup, namespaces, sorted(os.sched_getaffinity(0)), os.nice(0),
+        sorted(variables.items()), ignored, limits, cgroup, namespaces, sorted(os.sched_getaffinity(0)), os.nice(0),
         os.getuid(), os.getgid(), os.getgroups(), sys.executable, sys.version, list(sys.flags), sys.warnoptions,
         sorted(sys._xoptions.items()), sys.path, __file__,
     ]  # fmt: skip
@@ -249,7 +245,7 @@ def _peer(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def _run(connection: socket.socket) -> NoReturn:
-    """Read a command, and fork its process if the one that asked still waits for it."""
+    """Fork the command's process, and tell its number and its end to the command that asked."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     connection.settimeout(_WAIT_S)
     length, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _FDS)
@@ -258,22 +254,12 @@ def _run(connection: socket.socket) -> NoReturn:
         if not (data := connection.recv(1 << 16)):
             os._exit(1)  # whoever asked has ended
         text += data
-    try:
-        connection.sendall(_READY)
-        is_wanted_still = connection.recv(len(_BEGIN)) == _BEGIN
-    except OSError:
-        is_wanted_still = False
-    if is_wanted_still:
-        _fork(connection, json.loads(text), fds)
-    os._exit(0)
-
-
-def _fork(connection: socket.socket, job: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Fork the command's process, and tell its number and its end to the command that asked."""
     pid = os.fork()
     if not pid:
+        if connection.recv(1) != _GO:
+            os._exit(1)
         connection.close()
-        _become(job, fds)
+        _become(json.loads(text), fds)
     for fd in fds:
         os.close(fd)
     connection.sendall(b"%d\n" % pid)
@@ -281,6 +267,7 @@ def _fork(connection: socket.socket, job: Mapping[str, Any], fds: Sequence[int])
     connection.sendall(b"%d\n" % status)
     with suppress(OSError):
         os.kill(_peer(connection)[0], signal.SIGCHLD)  # for which it waits
+    os._exit(0)
 
 
 def _become(job: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:

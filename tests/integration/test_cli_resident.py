@@ -179,3 +179,32 @@ def test_nothing_is_left_behind_unless_it_is_asked_for(place, variables):
     for value in ("", "0"):
         ran("--model", "/nowhere", env={**variables, resident.VARIABLE: value, "SHLVL": "3", "OTHER": "1"})
     assert set((place / "tmp").glob("*/*.lock")) == before
+
+
+LEFT = """
+import os, socket, sys
+from harness.cli import resident
+
+resident._become = lambda *_: os._exit(print("begun", flush=True) or 0)
+command, connection = socket.socketpair()
+socket.send_fds(command, [resident._LENGTH.pack(2)], [0, 1, 2, 0, 0])
+command.sendall(b"{}")
+command.close()
+resident._run(connection)
+"""
+
+
+def test_a_command_that_no_longer_waits_is_not_begun():
+    """It runs in a child of the command by then: what is begun here would run it a second time."""
+    left = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60, check=False)
+    assert left.stdout == ""  # the pipe is open until the last process has ended
+    assert "BrokenPipeError" in left.stderr
+
+
+def test_a_command_that_ignores_a_signal_finds_no_process_that_does_not():
+    before = resident._inherited()
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert resident._inherited() != before
+    finally:
+        signal.signal(signal.SIGHUP, handler)
