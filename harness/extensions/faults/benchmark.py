@@ -4,6 +4,7 @@ Answers are kept as they come, so that a run that was interrupted goes on where 
 """
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Questions:
             out: folder of earlier answers, to which new ones are added.
         """
         self._seed, self._device, self._limit_s, self._out = seed, device, limit_s, out
-        self._kept = _kept(out, seed)
+        self._kept = _kept(out, seed, device)
         self._processes: dict[str, ToolProcess] = {}
 
     def __enter__(self) -> "Questions":
@@ -99,7 +100,7 @@ class Questions:
             if process is None or not process.is_alive:
                 process = self._processes[tool] = ToolProcess(tool)
             self._kept[tool, id] = _asked(process, tool, id, self._seed, self._device, self._limit_s)
-            _keep(self._out, self._seed, self._kept[tool, id])
+            _keep(self._out, self._seed, self._device, self._kept[tool, id])
         return self._kept[tool, id]
 
 
@@ -146,28 +147,36 @@ def _from_json(line: dict[str, Any]) -> AskedTool:
     )
 
 
-def _kept(out: Path | None, seed: int) -> dict[tuple[str, str], AskedTool]:
-    """Return the answers of earlier runs with this seed; a last line that was cut off does not count."""
+def _kept(out: Path | None, seed: int, device: str) -> dict[tuple[str, str], AskedTool]:
+    """Return the answers of earlier runs with this seed on this device; a line that was cut off does not count.
+
+    A tool that gave no answer is asked again: it may be installed now, or get more time.
+    """
     kept: dict[tuple[str, str], AskedTool] = {}
     if out is None or not (out / ANSWERS).exists():
         return kept
     for text in (out / ANSWERS).read_text(encoding="utf-8").splitlines():
         with suppress(ValueError, KeyError):
             line = json.loads(text)
-            if line["seed"] == seed:
-                kept[line["tool"], line["id"]] = _from_json(line)
+            asked = _from_json(line)
+            if (line["seed"], line["device"]) == (seed, device) and (asked.is_refused or not asked.problem):
+                kept[asked.tool, asked.id] = asked
     return kept
 
 
-def _keep(out: Path | None, seed: int, asked: AskedTool) -> None:
+def _keep(out: Path | None, seed: int, device: str, asked: AskedTool) -> None:
     if out is None:
         return
     answers = {name: said.as_json() for name, said in asked.answers.items()}
     line = {
-        "tool": asked.tool, "id": asked.id, "seed": seed, "answers": answers, "distances": asked.distances,
-        "problem": asked.problem, "notes": asked.notes, "seconds": round(asked.seconds, 3),
+        "tool": asked.tool, "id": asked.id, "seed": seed, "device": device, "answers": answers,
+        "distances": asked.distances, "problem": asked.problem, "notes": asked.notes,
+        "seconds": round(asked.seconds, 3),
     }  # fmt: skip
     with writing(out / ANSWERS):
         out.mkdir(parents=True, exist_ok=True)
-        with (out / ANSWERS).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(line) + "\n")
+        with (out / ANSWERS).open("a+b") as lines:
+            if lines.tell():
+                lines.seek(-1, os.SEEK_END)
+                lines.write(b"" if lines.read() == b"\n" else b"\n")  # after a line that was cut off
+            lines.write(json.dumps(line).encode() + b"\n")

@@ -23,9 +23,11 @@ class Benchmark:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the first tool detected every fault, and nothing sound alarmed it."""
+        """Whether the first tool detected every fault and passed every sound engine, and was asked of any."""
         first = self.scores[0]
-        return not first.false_alarms.count and first.rate("detected").count == len(first.grades)
+        passed = [alarm.answer is not None and not alarm.is_alarm for alarm in first.alarms]
+        results = [*passed, *(grade.detected for grade in first.grades)]
+        return bool(results) and all(results)
 
 
 def as_json(result: Benchmark) -> dict[str, Any]:

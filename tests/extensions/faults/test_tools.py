@@ -1,13 +1,16 @@
 """Tools that fail in every way: each gets a row that says so, and the run goes on."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness.extensions.faults import benchmark
 from harness.extensions.faults.answer import Answer
-from harness.extensions.faults.benchmark import ANSWERS, Questions, ask_all, sampled
+from harness.extensions.faults.benchmark import ANSWERS, AskedTool, Questions, ask_all, sampled
 from harness.extensions.faults.catalogue import FAULTS, VARIANTS, entry_of
+from harness.extensions.faults.report import Benchmark
 from harness.extensions.faults.score import Rate, grade, score
 from harness.extensions.faults.subject import opened
 from harness.extensions.faults.tools import TOOLS, num_lines, open_tool
@@ -85,6 +88,65 @@ def test_answers_are_kept_and_a_run_goes_on(tools, tmp_path):
     Path(tmp_path / "my_tool.py").write_text("raise RuntimeError")  # whoever is asked again cannot answer
     again = asked_of([tools("sound")], ID, out=tmp_path)
     assert again[0].answers == first[0].answers
+
+
+def lines_of(*asked, device="cpu"):
+    return [
+        {"tool": tool, "id": ID, "seed": 0, "device": device, "answers": {}, "distances": {}, "problem": problem}
+        | {"notes": [], "seconds": 1.0}
+        for tool, problem in asked
+    ]
+
+
+def test_no_answer_and_an_answer_on_another_device_are_asked_for_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "ToolProcess", Answering)
+    lines = [
+        *lines_of(("slow", "no answer within 9 s"), ("refuses", "takes no module")),
+        *lines_of(("on-cuda", ""), device="cuda"),
+    ]
+    (tmp_path / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"tool": "cut')
+    with Questions(out=tmp_path) as questions:
+        asked = {tool: questions.ask(tool, ID) for tool in ("slow", "refuses", "on-cuda")}
+    assert {tool: list(item.answers) for tool, item in asked.items()} == {
+        "slow": ["mine"], "refuses": [], "on-cuda": ["mine"],
+    }  # fmt: skip
+    added = (tmp_path / ANSWERS).read_text().splitlines()[-2:]
+    assert [json.loads(line)["tool"] for line in added] == ["slow", "on-cuda"]
+
+
+class Answering:
+    """The process of a tool that says that an engine is sound."""
+
+    is_alive = True
+
+    def __init__(self, tool):
+        pass
+
+    def ask(self, question, *, doing, timeout_s):
+        answers = {"mine": Answer(is_sound=True).as_json()}
+        return {"answers": answers, "problem": "", "notes": [], "seconds": 1.0, "distances": {}}
+
+    def close(self):
+        pass
+
+
+def test_only_an_answer_about_every_engine_is_clean():
+    variant = next(iter(VARIANTS))
+    entries = {**FAULTS, **VARIANTS}
+
+    def is_clean(*asked):
+        scored = score("mine", asked, entries, is_rule=False, num_lines=1)
+        return Benchmark(seed=0, scores=[scored], seconds=1.0).is_clean
+
+    def said(id, is_sound=None, problem=""):
+        answers = {} if is_sound is None else {"mine": Answer(is_sound=is_sound)}
+        return AskedTool(tool="mine", id=id, answers=answers, distances={}, problem=problem, notes=(), seconds=1.0)
+
+    assert is_clean(said(ID, is_sound=False), said(variant, is_sound=True))
+    assert not is_clean(said(ID, is_sound=True), said(variant, is_sound=True))
+    assert not is_clean(said(ID, is_sound=False), said(variant, is_sound=False))
+    assert not is_clean(said(ID, is_sound=False), said(variant, problem="its process ended"))
+    assert not is_clean(said(ID, problem="takes no module"))
 
 
 def test_a_served_fault_is_detected_and_a_sound_server_passes():
