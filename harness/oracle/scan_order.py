@@ -39,7 +39,7 @@ class ScanInAnyChunks(TorchFunctionMode):
         sums = func(*args, **kwargs)
         if func not in _SUMS or not sums.is_floating_point() or sums.dim() < 4:
             return sums
-        x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+        x, dim = args[0].to(sums.dtype), kwargs.get("dim", args[1] if len(args) > 1 else None)
         if dim in (-1, x.dim() - 1):
             return sums + self._roundings(x)
         if dim == -2 and _are_spans(x):

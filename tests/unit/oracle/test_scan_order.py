@@ -47,6 +47,15 @@ def test_spans_are_differences_of_such_sums():
     assert torch.equal(rounded.triu(1), torch.zeros_like(rounded))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_the_rounding_is_that_of_the_dtype_of_the_sums(dtype):
+    x = torch.ones(1, 1, 3, CHUNK, dtype=dtype)
+    with ScanInAnyChunks():
+        rounded = torch.cumsum(x, dim=-1, dtype=torch.float32)
+    off = (rounded - x.cumsum(-1, dtype=torch.float32)).abs()
+    assert 0 < float(off.max()) <= 2 * CHUNK * UNIT
+
+
 @pytest.mark.parametrize(
     ("x", "dim"),
     [(decays()[0, 0], -1), (decays().to(torch.int64), -1), (spans(decays())[0], -2), (decays(), 0)],
