@@ -12,6 +12,12 @@ _MORE, _SPARE_BYTES = 16, 1 << 28
 """Times the bytes that the right program makes, and bytes beyond them, that a trial may make."""
 _LONGER, _SPARE_SECONDS = 20, 0.1
 """The same of the time that it takes."""
+_FACTORIES = {torch.zeros, torch.ones, torch.full, torch.empty, torch.arange}
+_GROWING = {
+    *_FACTORIES, torch.Tensor.repeat, torch.Tensor.repeat_interleave, torch.repeat_interleave, torch.Tensor.tile,
+    torch.tile,
+}  # fmt: skip
+"""Functions whose result may be large though no tensor that they are given is."""
 
 
 class TooMuchError(BaseException):
@@ -38,14 +44,16 @@ class Meter(TorchFunctionMode):
     ) -> Any:
         if time.thread_time() - self._begin > self._max_seconds:
             raise TooMuchError
-        if self._may_be_large(args):
+        if self._may_be_large(func, args):
             with torch._C.DisableTorchFunction():
                 self._count(_on_shapes(func, args, kwargs or {}), is_kept=False)
         result = func(*args, **(kwargs or {}))
         self._count(result)
         return result
 
-    def _may_be_large(self, args: tuple[Any, ...]) -> bool:
+    def _may_be_large(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        if func in _GROWING:
+            return self._max_bytes < float("inf")
         sizes = sorted(item.numel() for item in args if isinstance(item, torch.Tensor))
         return len(sizes) > 1 and 8 * sizes[-1] * sizes[-2] > self._max_bytes
 
@@ -59,8 +67,9 @@ class Meter(TorchFunctionMode):
 def _on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what a function gives on tensors without storage; None if it needs their values."""
     shapes = tree_map(lambda item: item.to("meta") if isinstance(item, torch.Tensor) else item, (args, kwargs))
+    place = {"device": "meta"} if func in _FACTORIES else {}
     try:
-        return func(*shapes[0], **shapes[1])
+        return func(*shapes[0], **{**shapes[1], **place})
     except Exception:
         return None
 

@@ -148,3 +148,17 @@ def test_a_trial_that_takes_far_more_than_the_right_code_is_ended(program):
         x * x
     with pytest.raises(TooMuchError), limited(right):
         program(x)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x.repeat(1 << 48), lambda x: x.repeat_interleave(1 << 48),
+        lambda x: torch.zeros(1 << 58, device=x.device),
+    ],
+    ids=["repeat", "repeat_interleave", "zeros"],
+)  # fmt: skip
+def test_what_grows_by_a_number_is_ended_before_it_is_made(program):
+    """No memory holds the result: without the limit, the function itself raises."""
+    with pytest.raises(TooMuchError), limited(Meter()):
+        program(torch.ones(8))
