@@ -61,9 +61,10 @@ def run_again(
         answers = json.loads(out.read_text())
     for (case, alone, changed), fresh in zip(passed, answers, strict=True):
         for place, (request, *known) in enumerate(zip(case.order, alone, changed, strict=True)):
-            if fresh[place] not in known:
+            row = fresh[place] if place < len(fresh) else None
+            if row not in known:
                 what = (
-                    f"request {request}: {fresh[place]} in a process that has served no prompt before, {known[0]} in "
+                    f"request {request}: {row} in a process that has served no prompt before, {known[0]} in "
                     "one that has: answers are kept"
                 )
                 expected = expected_program(adapter, case, [list(tokens) for tokens in alone])
