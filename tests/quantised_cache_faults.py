@@ -18,7 +18,7 @@ from harness.base.numerics import Numerics
 from harness.errors import Code
 from harness.extensions.faults.fault import FaultConfig, Variant
 from harness.extensions.faults.reference.injection import replacing
-from harness.extensions.faults.trial import Trial, try_entry
+from harness.extensions.faults.trial import CheckTrial, try_entry
 from reference_engine.kv_cache import KVCache
 
 NUM_LAYERS = 3
@@ -210,7 +210,7 @@ FORMATS = (
 
 def checked(
     form: Format, change: Change, *, dtype: str = "float32", schedule: str = "plain", model: str = "qwen3-tiny"
-) -> Trial:
+) -> CheckTrial:
     """Check the reference engine with such a cache."""
     setting = FaultConfig(
         model=model, dtype=dtype, schedule=schedule, numerics=form.numerics, prompts=PROMPTS, max_new_tokens=3
@@ -218,7 +218,7 @@ def checked(
     return try_entry(Variant(id="cache", summary="", setting=setting, inject=planted(change)))
 
 
-def named(trial: Trial, tap: str, cause: str) -> Mapping[str, Any]:
+def named(trial: CheckTrial, tap: str, cause: str) -> Mapping[str, Any]:
     """Say whether a fault was detected, at its place, and named."""
     assert trial.result is not None, trial.error
     findings = [

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from harness.base.environment import environment
 from harness.engines.hf import HFEngine
 from harness.errors import HarnessError
-from harness.extensions.faults.placed import Fault, applicable
+from harness.extensions.faults.placed import PlacedFault, applicable
 from harness.extensions.faults.zoo.models import build, save, tokens
 from harness.extensions.faults.zoo.quiet import quiet
 from harness.formats.case import RequestSpec
@@ -93,7 +93,7 @@ class Subject:
     def _load(self) -> HFModel:
         return load_model(self.plan.folder, dtype=getattr(torch, self.plan.case.dtype), stays=True)
 
-    def check(self, fault: Fault | None = None) -> RunResult:
+    def check(self, fault: PlacedFault | None = None) -> RunResult:
         """Run the engine, with a fault in its copy of the model if one is given, and compare."""
         engine = HFEngine(self._load(), None)
         if fault is not None:
@@ -132,7 +132,7 @@ def checked(name: str, dtype: str, rows: int | None = None) -> Checked:
 class Trial:
     """One fault in one architecture."""
 
-    fault: Fault
+    fault: PlacedFault
     divergence: Divergence | None
     is_found: bool
     """Whether the first divergence is at a module that may be blamed."""
@@ -150,7 +150,7 @@ def tried(name: str, rows: int | None = None) -> list[Trial]:
     return trials
 
 
-def may_be_blamed(hf: HFModel, tap: str, fault: Fault) -> bool:
+def may_be_blamed(hf: HFModel, tap: str, fault: PlacedFault) -> bool:
     """Whether a tap is computed by one of the modules that may be blamed for a fault."""
     if tap not in hf.graph:
         return False

@@ -11,14 +11,14 @@ import torch
 from tabulate import tabulate
 from transformers import PreTrainedModel
 
-from harness.extensions.faults.placed import FAULTS, Fault, applicable
-from harness.extensions.faults.zoo.divergence import Difference, Event, first_difference, trace
+from harness.extensions.faults.placed import FAULTS, PlacedFault, applicable
+from harness.extensions.faults.zoo.divergence import OperatorEvent, ValueDifference, first_difference, trace
 from harness.extensions.faults.zoo.models import build, tokens
 
 from .architectures import architectures, excluded
 from .behaviour import HF_FAILS, Behaviour, behaviour
 
-Shown = dict[str, list[tuple[Fault, Difference | None]]]
+Shown = dict[str, list[tuple[PlacedFault, ValueDifference | None]]]
 
 
 def main(names: list[str]) -> None:
@@ -35,7 +35,7 @@ def main(names: list[str]) -> None:
     )
 
 
-def where_shown(sound: list[Event], name: str, fault: Fault) -> Difference | None:
+def where_shown(sound: list[OperatorEvent], name: str, fault: PlacedFault) -> ValueDifference | None:
     faulty = build(name)
     fault.inject(faulty)
     return first_difference(sound, trace(faulty, tokens()))

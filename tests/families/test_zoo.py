@@ -9,7 +9,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from harness.extensions.faults.placed import FAULTS, Fault, applicable
+from harness.extensions.faults.placed import FAULTS, PlacedFault, applicable
 from harness.extensions.faults.placed.attention import without_oldest
 from harness.extensions.faults.placed.plan import set_parameter
 from harness.extensions.faults.zoo.divergence import first_difference, trace, wrong_by_themselves
@@ -59,7 +59,7 @@ def test_faults_in_a_sample_of_families_show_where_they_are_named(names: list[st
             assert misplaced(name, faults) == []
 
 
-def misplaced(name: str, faults: Iterable[Fault]) -> list[str]:
+def misplaced(name: str, faults: Iterable[PlacedFault]) -> list[str]:
     """Return a line for each fault that shows first, or makes something wrong, where it does not name it."""
     model = build(name)
     sound, lines = trace(model, tokens()), []

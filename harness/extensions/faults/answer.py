@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from harness.extensions.faults.fault import EngineKind
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ToolAnswer:
     """What a tool says of one engine."""
 
     is_sound: bool
@@ -27,7 +27,7 @@ class Answer:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Answer":
+    def from_json(cls, fields: Mapping[str, Any]) -> "ToolAnswer":
         """Return what `as_json` made."""
         row = fields.get("row")
         return cls(**{**fields, "row": None if row is None else (int(row[0]), int(row[1]))})
@@ -43,7 +43,7 @@ class Tool(Protocol):
     rules: frozenset[str]
     """Names of tools that are not run: only their published rule is, on tensors that the harness collected."""
 
-    def check(self, subject: Subject) -> Mapping[str, Answer]:
+    def check(self, subject: ToolSubject) -> Mapping[str, ToolAnswer]:
         """Return the answers by name.
 
         Raises:

@@ -16,7 +16,7 @@ from harness.base.files import writing
 from harness.base.progress import Progress
 from harness.engines.process import EngineProcess
 from harness.errors import Code, HarnessError
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import Fault, Variant
 
 ANSWERS = "answers.jsonl"
@@ -30,7 +30,7 @@ class AskedTool:
     tool: str
     id: str
     """Of the fault or variant."""
-    answers: dict[str, Answer]
+    answers: dict[str, ToolAnswer]
     """By the names of the tools; empty if there is a problem."""
     distances: dict[str, int | None]
     """By name: how many operations a wrong answer is away from the true one."""
@@ -139,7 +139,7 @@ def _from_json(line: dict[str, Any]) -> AskedTool:
     return AskedTool(
         tool=line["tool"],
         id=line["id"],
-        answers={name: Answer.from_json(said) for name, said in line["answers"].items()},
+        answers={name: ToolAnswer.from_json(said) for name, said in line["answers"].items()},
         distances=line["distances"],
         problem=line["problem"],
         notes=tuple(line["notes"]),

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from harness.extensions.faults.fault import Fault
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 from harness.oracle.model import load_model
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 """Names of modules of attention."""
 
 
-def distance_to(fault: Fault, subject: Subject, operations: Mapping[str, str]) -> dict[str, int | None]:
+def distance_to(fault: Fault, subject: ToolSubject, operations: Mapping[str, str]) -> dict[str, int | None]:
     """Return the distance of each operation from the nearest one where the fault begins; None if it is unknown."""
     hf = load_model(subject.checkpoint, dtype=getattr(torch, subject.dtype), may_be_patched=True)
     order = [op.tap for op in hf.graph]

@@ -89,7 +89,7 @@ def power_entry(id: str) -> Fault | Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Power:
+class SmallestError:
     """The smallest error of one quantity in one dtype that each tool finds."""
 
     quantity: str
@@ -100,7 +100,9 @@ class Power:
     """Tools that call a sound engine of this dtype wrong."""
 
 
-def measure(tools: Mapping[str, Sequence[str]], questions: Questions, progress: Progress | None = None) -> list[Power]:
+def measure(
+    tools: Mapping[str, Sequence[str]], questions: Questions, progress: Progress | None = None
+) -> list[SmallestError]:
     """Search the smallest size of each quantity in each dtype by bisection.
 
     Args:
@@ -129,18 +131,18 @@ def measure(tools: Mapping[str, Sequence[str]], questions: Questions, progress: 
                     middle = (low + high) // 2
                     low, high = (middle, high) if is_detected(adapter, name, str(middle)) else (low, middle)
                 smallest[name] = SIZES[low] if low >= 0 else None
-        powers.append(Power(quantity=quantity, dtype=dtype, smallest=smallest, alarms=alarms))
+        powers.append(SmallestError(quantity=quantity, dtype=dtype, smallest=smallest, alarms=alarms))
     return powers
 
 
-def as_table(powers: Sequence[Power], *, tablefmt: str = "github") -> str:
+def as_table(powers: Sequence[SmallestError], *, tablefmt: str = "github") -> str:
     """Return a table of the smallest sizes: tools in columns, in brackets where a sound engine alarms."""
     names = list(powers[0].smallest)
     rows = [[power.quantity, power.dtype, *(_shown(power, name) for name in names)] for power in powers]
     return tabulate(rows, headers=["off", "dtype", *names], tablefmt=tablefmt, disable_numparse=True) + "\n"
 
 
-def _shown(power: Power, name: str) -> str:
+def _shown(power: SmallestError, name: str) -> str:
     size = power.smallest[name]
     text = "-" if size is None else f"{size:.1e}"
     return f"({text})" if name in power.alarms else text

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import median
 
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.benchmark import AskedTool
 from harness.extensions.faults.fault import NOTHING, Fault, Variant
 
@@ -48,11 +48,11 @@ class Grade:
     """A true cause is asserted."""
     named_wrongly: bool
     """A cause is asserted that is not true."""
-    answer: Answer | None
+    answer: ToolAnswer | None
     problem: str
 
 
-def grade(fault: Fault, answer: Answer | None, *, distance: int | None = None, problem: str = "") -> Grade:
+def grade(fault: Fault, answer: ToolAnswer | None, *, distance: int | None = None, problem: str = "") -> Grade:
     """Return the grade of an answer; None for no answer.
 
     What an engine raises is right where no operation is the truth; else the code with the mistake has failed itself.
@@ -86,7 +86,7 @@ class Alarm:
 
     variant: Variant
     is_alarm: bool
-    answer: Answer | None
+    answer: ToolAnswer | None
     problem: str
 
 

@@ -26,7 +26,7 @@ _VOCABULARY = range(3, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class ToolSubject:
     """One engine under test, for one tool."""
 
     kind: EngineKind
@@ -47,7 +47,9 @@ class Subject:
 
 
 @contextmanager
-def opened(entry: Fault | Variant, *, seed: int = 0, device: str = "cpu") -> Iterator[tuple[Subject, InjectedFault]]:
+def opened(
+    entry: Fault | Variant, *, seed: int = 0, device: str = "cpu"
+) -> Iterator[tuple[ToolSubject, InjectedFault]]:
     """Open the engine of a fault or sound variant; yield it, and how often code of the fault ran.
 
     Args:
@@ -83,9 +85,9 @@ def opened(entry: Fault | Variant, *, seed: int = 0, device: str = "cpu") -> Ite
 
 def _subject(
     entry: Fault | Variant, engine: Any, folder: Path, prompts: Sequence[Sequence[int]], **rest: Any
-) -> Subject:
+) -> ToolSubject:
     setting = entry.setting
-    return Subject(
+    return ToolSubject(
         kind=entry.engine, engine=engine, checkpoint=folder, dtype=setting.dtype, schedule=setting.schedule,
         prompts=prompts, max_new_tokens=setting.max_new_tokens, **rest,
     )  # fmt: skip
@@ -100,13 +102,13 @@ def _injected(entry: Fault | Variant) -> Iterator[InjectedFault]:
 def _opened_object(
     entry: Fault | Variant, folder: Path, prompts: list[list[int]], scratch: Path
 ) -> tuple[Any, list[list[int]]]:
-    from harness.extensions.faults.modules.step_engine import StepEngine
+    from harness.extensions.faults.modules.step_engine import PlainStepEngine
     from harness.extensions.faults.zoo.models import load
 
     dtype = getattr(torch, entry.setting.dtype)
     if entry.engine is EngineKind.STEP:
         what = {"wrong": entry.inject} if isinstance(entry, Fault) else {"style": entry.inject}
-        make: Any = StepEngine
+        make: Any = PlainStepEngine
         return make(folder, dtype, every_row="speculative" in entry.setting.schedule, **what), prompts
     model = load(folder, dtype=dtype)
     if entry.inject is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from harness.errors import Code, HarnessError
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import Fault, Variant
 from harness.extensions.faults.subject import opened
 from harness.extensions.faults.tools.check import answer_of, check
@@ -11,7 +11,7 @@ from harness.results.check import CheckResult, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class CheckTrial:
     """The result of a check."""
 
     result: CheckResult | None
@@ -26,22 +26,22 @@ class Trial:
         return self.error is not None or (self.result is not None and self.result.outcome is not Outcome.PASS)
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> ToolAnswer:
         """Return the verdict as an answer of the benchmark."""
         if self.result is not None:
             return answer_of(self.result)
-        return Answer(is_sound=self.error is None, error=None if self.error is None else str(self.error))
+        return ToolAnswer(is_sound=self.error is None, error=None if self.error is None else str(self.error))
 
 
-def try_entry(entry: Fault | Variant, *, seed: int = 0, device: str = "cpu") -> Trial:
+def try_entry(entry: Fault | Variant, *, seed: int = 0, device: str = "cpu") -> CheckTrial:
     """Check an engine with a fault in it, or run the property suite that shows it, and take the fault out again."""
     with opened(entry, seed=seed, device=device) as (subject, planted):
         try:
             if subject.suite is not None:
                 subject.suite()
-                return Trial(result=None, error=None, num_calls=planted.num_calls)
-            return Trial(result=check(subject), error=None, num_calls=planted.num_calls)
+                return CheckTrial(result=None, error=None, num_calls=planted.num_calls)
+            return CheckTrial(result=check(subject), error=None, num_calls=planted.num_calls)
         except HarnessError as error:
             if subject.suite is not None and error.code is not Code.PROPERTY_VIOLATED:
                 raise
-            return Trial(result=None, error=error, num_calls=planted.num_calls)
+            return CheckTrial(result=None, error=error, num_calls=planted.num_calls)

@@ -15,12 +15,12 @@ from torch import nn
 
 from harness.engines.worker import serve
 from harness.errors import HarnessError
-from harness.extensions.faults.answer import Answer, Tool
+from harness.extensions.faults.answer import Tool, ToolAnswer
 from harness.extensions.faults.catalogue import entry_of
 from harness.extensions.faults.fault import Fault, Variant
 from harness.extensions.faults.operations import distance_to
 from harness.extensions.faults.reference.injection import InjectedFault
-from harness.extensions.faults.subject import Subject, opened
+from harness.extensions.faults.subject import ToolSubject, opened
 from harness.extensions.faults.tools import open_tool
 from harness.extensions.faults.zoo.quiet import quiet
 
@@ -48,10 +48,10 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         return {**_NOTHING, "problem": f"the engine does not open: {error}".splitlines()[0][:300]}
 
 
-def asked(tool: Tool, subject: Subject, entry: Fault | Variant, planted: InjectedFault) -> dict[str, Any]:
+def asked(tool: Tool, subject: ToolSubject, entry: Fault | Variant, planted: InjectedFault) -> dict[str, Any]:
     """Ask a tool of an open engine; what it raises is a result."""
     before, begin = fingerprint(subject.engine), time.process_time()
-    answers: Mapping[str, Answer] = {}
+    answers: Mapping[str, ToolAnswer] = {}
     problem = ""
     with _printed() as text:
         try:
@@ -59,7 +59,7 @@ def asked(tool: Tool, subject: Subject, entry: Fault | Variant, planted: Injecte
         except ImportError as error:
             problem = f"not installed: {error}"
         except HarnessError as error:  # the engine raised
-            answers = dict.fromkeys(tool.names, Answer(is_sound=False, error=str(error)))
+            answers = dict.fromkeys(tool.names, ToolAnswer(is_sound=False, error=str(error)))
         except Exception as error:  # a tool that fails is a row of the table
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             traceback.print_exc()
@@ -78,7 +78,9 @@ def asked(tool: Tool, subject: Subject, entry: Fault | Variant, planted: Injecte
     }
 
 
-def _distances(entry: Fault | Variant, subject: Subject, answers: Mapping[str, Answer]) -> dict[str, int | None]:
+def _distances(
+    entry: Fault | Variant, subject: ToolSubject, answers: Mapping[str, ToolAnswer]
+) -> dict[str, int | None]:
     """Return how many operations an answer is away from the truth, where it is another one."""
     if not isinstance(entry, Fault) or entry.id.startswith(("drawn/", "power/")):
         return {}

@@ -38,7 +38,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class AllocatorEvent:
     """One event of the allocator."""
 
     action: str
@@ -58,7 +58,7 @@ class DeviceSnapshot:
     device: int
     segment_bytes: tuple[int, ...]
     blocks: tuple[Block, ...]
-    events: tuple[Event, ...]
+    events: tuple[AllocatorEvent, ...]
     settings: str = ""
     """Of the allocator, as `PYTORCH_CUDA_ALLOC_CONF` has them: those that are not the default."""
 
@@ -145,8 +145,8 @@ class _Reader:
             )
             address += size
 
-    def _event(self, event: Any) -> Event:
-        return Event(
+    def _event(self, event: Any) -> AllocatorEvent:
+        return AllocatorEvent(
             action=_typed(event, "action", str),
             address=_typed(event, "addr", int, -1),
             num_bytes=_typed(event, "size", int, 0),
@@ -173,7 +173,7 @@ class _Reader:
         return self._known[id(frame)]
 
 
-def _with_sizes_of_blocks(events: Sequence[Event], blocks: Sequence[Block]) -> list[Event]:
+def _with_sizes_of_blocks(events: Sequence[AllocatorEvent], blocks: Sequence[Block]) -> list[AllocatorEvent]:
     """Return the events with the sizes of the blocks that are still in use.
 
     torch notes the requested size of an allocation, and its block is larger: the history would end with less memory

@@ -13,7 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from harness.errors import Code, HarnessError
-from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, Block, DeviceSnapshot, Event, read_snapshot
+from harness.profiling.memory.snapshot_file import (
+    ALLOC,
+    FREE,
+    IN_USE,
+    AllocatorEvent,
+    Block,
+    DeviceSnapshot,
+    read_snapshot,
+)
 from harness.profiling.memory.timeline import history_timeline, stack
 from harness.profiling.trace.columns import Trace
 from harness.profiling.trace.file import GZIP_MAGIC, read_trace
@@ -58,7 +66,7 @@ def read_trace_memory(path: Path) -> Iterator[tuple[DeviceSnapshot, tuple[StepGr
 def _snapshot(device: int, events: Sequence[MemoryEvent]) -> DeviceSnapshot:
     """Return the events as an allocator's history, and what they leave allocated."""
     history = [
-        Event(
+        AllocatorEvent(
             action=ALLOC if item.num_bytes > 0 else FREE,
             address=item.address,
             num_bytes=abs(item.num_bytes),
@@ -69,7 +77,7 @@ def _snapshot(device: int, events: Sequence[MemoryEvent]) -> DeviceSnapshot:
         )
         for item in events
     ]
-    left: dict[int, Event] = {}
+    left: dict[int, AllocatorEvent] = {}
     for event in history:
         if event.action == ALLOC:
             left[event.address] = event
@@ -117,7 +125,7 @@ _OPERATOR = re.compile(r"wrapper_[A-Z]+_|at::_ops::|Backward\d*::apply")
 UNKNOWN = "no stack was recorded"
 
 
-_Piece = Block | Event
+_Piece = Block | AllocatorEvent
 """What is in use: as it is now, or by the event that allocated it."""
 
 
@@ -190,7 +198,7 @@ def _device(snapshot: DeviceSnapshot) -> DeviceMemory:
 class _History:
     """What was in use while the events happened; without events, what is in use now."""
 
-    def __init__(self, events: Sequence[Event], used: Mapping[int, _Piece]) -> None:
+    def __init__(self, events: Sequence[AllocatorEvent], used: Mapping[int, _Piece]) -> None:
         """Walk through the events.
 
         Events are in order; a ring of them may have lost its beginning, never its end. `used` is what is in use after
@@ -239,7 +247,7 @@ class _History:
 
     def _in_use_before(self, used: Mapping[int, _Piece]) -> dict[int, _Piece]:
         """Return what was in use before the events: what they free first, and what they leave alone."""
-        first: dict[int, Event] = {}
+        first: dict[int, AllocatorEvent] = {}
         for event in self._events:
             first.setdefault(event.address, event)
         untouched = {address: piece for address, piece in used.items() if address not in first}
@@ -286,7 +294,7 @@ def _operation(frames: Sequence[Frame]) -> str | None:
     return next(named, None)
 
 
-def _refused(event: Event) -> OutOfMemory:
+def _refused(event: AllocatorEvent) -> OutOfMemory:
     return OutOfMemory(
         requested_bytes=event.num_bytes, device_free_bytes=event.device_free_bytes, place=_place(event.frames)
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import islice
 
-from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, Block, DeviceSnapshot, Event
+from harness.profiling.memory.snapshot_file import ALLOC, FREE, IN_USE, AllocatorEvent, Block, DeviceSnapshot
 from harness.profiling.trace.tables import MemoryEvent, Node
 from harness.results.profile import Frame, MemoryCategory, MemoryPoint, MemoryTimeline
 
@@ -212,7 +212,7 @@ def history_timeline(snapshot: DeviceSnapshot) -> MemoryTimeline | None:
     return build_timeline(read_history(snapshot), (), begin=snapshot.events[0].time_us, end=float("inf"))
 
 
-def _of_events(events: list[Event]) -> Iterator[Allocation]:
+def _of_events(events: list[AllocatorEvent]) -> Iterator[Allocation]:
     """Yield the allocations of a history, those first whose free it begins with. Their stacks are not known."""
     latest: dict[int, Allocation] = {}
     allocations: list[Allocation] = []
@@ -229,7 +229,7 @@ def _of_events(events: list[Event]) -> Iterator[Allocation]:
     yield from allocations
 
 
-def _allocation(of: Block | Event, time_us: float) -> Allocation:
+def _allocation(of: Block | AllocatorEvent, time_us: float) -> Allocation:
     category = next((item for item in MemoryCategory if item == of.category), MemoryCategory.OTHER)
     return Allocation(
         time_us=time_us,

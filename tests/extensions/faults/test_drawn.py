@@ -9,7 +9,16 @@ import torch
 from harness.extensions.faults.catalogue import entry_of
 from harness.extensions.faults.drawn.draw import KINDS, _place, draw, pattern_of
 from harness.extensions.faults.fault import Fault, Variant
-from harness.extensions.faults.power import DTYPES, QUANTITIES, SIZES, SOUND, Power, as_table, measure, power_entry
+from harness.extensions.faults.power import (
+    DTYPES,
+    QUANTITIES,
+    SIZES,
+    SOUND,
+    SmallestError,
+    as_table,
+    measure,
+    power_entry,
+)
 from harness.extensions.faults.zoo.models import build, logits, tokens
 from harness.extensions.faults.zoo.quiet import quiet
 
@@ -97,7 +106,7 @@ def test_the_smallest_error_is_found_by_bisection():
     assert len(powers) == len(QUANTITIES) * len(DTYPES)
     assert {power.smallest["mine"] for power in powers} == {1e-3}
     assert {power.smallest["absent"] for power in powers} == {None}
-    alarming = Power(quantity="eps", dtype="float32", smallest={"mine": 1e-3, "b": None}, alarms=["mine"])
+    alarming = SmallestError(quantity="eps", dtype="float32", smallest={"mine": 1e-3, "b": None}, alarms=["mine"])
     assert "(1.0e-03)" in as_table([alarming])
 
 

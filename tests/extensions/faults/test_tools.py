@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.extensions.faults import benchmark
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.benchmark import ANSWERS, AskedTool, Questions, ask_all, sampled
 from harness.extensions.faults.catalogue import FAULTS, VARIANTS, entry_of
 from harness.extensions.faults.report import Benchmark
@@ -18,7 +18,7 @@ from harness.extensions.faults.tools import TOOLS, num_lines, open_tool
 ID = "olmo2/kv-heads-tiled"
 TOOL = """
 import os, sys, time
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
 
 class Tool:
@@ -31,7 +31,7 @@ class Tool:
 
     def check(self, subject):
         self.act(subject)
-        return {"mine": Answer(is_sound=False, operation="model.layers.0.attention", row=(0, 0), cause="heads")}
+        return {"mine": ToolAnswer(is_sound=False, operation="model.layers.0.attention", row=(0, 0), cause="heads")}
 
 def missing(subject):
     import a_package_that_is_not_there
@@ -123,7 +123,7 @@ class Answering:
         pass
 
     def ask(self, question, *, doing, timeout_s):
-        answers = {"mine": Answer(is_sound=True).as_json()}
+        answers = {"mine": ToolAnswer(is_sound=True).as_json()}
         return {"answers": answers, "problem": "", "notes": [], "seconds": 1.0, "distances": {}}
 
     def close(self):
@@ -139,7 +139,7 @@ def test_only_an_answer_about_every_engine_is_clean():
         return Benchmark(seed=0, scores=[scored], seconds=1.0).is_clean
 
     def said(id, is_sound=None, problem=""):
-        answers = {} if is_sound is None else {"mine": Answer(is_sound=is_sound)}
+        answers = {} if is_sound is None else {"mine": ToolAnswer(is_sound=is_sound)}
         return AskedTool(tool="mine", id=id, answers=answers, distances={}, problem=problem, notes=(), seconds=1.0)
 
     assert is_clean(said(ID, is_sound=False), said(variant, is_sound=True))
@@ -164,16 +164,16 @@ def test_a_served_fault_is_detected_and_a_sound_server_passes():
 
 def test_a_score_counts_what_is_right():
     fault = FAULTS[ID]
-    right = Answer(is_sound=False, operation="model.layers.0.attention", row=(0, 0), cause="the heads are tiled")
+    right = ToolAnswer(is_sound=False, operation="model.layers.0.attention", row=(0, 0), cause="the heads are tiled")
     assert grade(fault, right).named
-    elsewhere = Answer(is_sound=False, operation="model.layers.1.mlp.up_proj", row=(0, 0), cause="theta")
+    elsewhere = ToolAnswer(is_sound=False, operation="model.layers.1.mlp.up_proj", row=(0, 0), cause="theta")
     graded = grade(fault, elsewhere, distance=1)
     assert (graded.detected, graded.exact, graded.within_one, graded.row) == (True, False, True, False)
     assert (graded.named, graded.named_wrongly) == (False, True)
-    missed = grade(fault, Answer(is_sound=True))
+    missed = grade(fault, ToolAnswer(is_sound=True))
     assert not any((missed.detected, missed.exact, missed.row, missed.named, missed.named_wrongly))
     assert not grade(fault, None, problem="no answer within 1 s").detected
-    assert not grade(fault, Answer(is_sound=False, error="the code with the fault raised")).detected
+    assert not grade(fault, ToolAnswer(is_sound=False, error="the code with the fault raised")).detected
 
 
 def test_intervals_are_wilsons():

@@ -28,7 +28,7 @@ class Product(nn.Module):
         return x @ self.w if self.b is None else torch.addmm(self.b, x, self.w)
 
 
-class Norm(nn.Module):
+class PlainNorm(nn.Module):
     def __init__(self, weights, name, eps, *, by_hand=False):
         super().__init__()
         self.w, self.b, self.eps, self.by_hand = weights[f"{name}.weight"], weights[f"{name}.bias"], eps, by_hand
@@ -43,7 +43,7 @@ class Norm(nn.Module):
         )
 
 
-class Attention(nn.Module):
+class PlainAttention(nn.Module):
     """Rotates, stores and attends. Pages are [blocks, slot, head, size]."""
 
     def __init__(self, engine, layer, heads, size, turned):
@@ -100,20 +100,20 @@ class Attention(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1)
 
 
-class Layer(nn.Module):
+class PlainLayer(nn.Module):
     def __init__(self, engine, weights, at, config):
         super().__init__()
         by_hand, transposed = engine.style == "by-hand", engine.style == "transposed"
         self.engine = [engine]
         eps = 1e-3 if engine.wrong == "eps" else config["layer_norm_eps"]
         self.ln1, self.ln2 = (
-            Norm(weights, "input_layernorm", eps, by_hand=by_hand),
-            Norm(weights, "post_attention_layernorm", config["layer_norm_eps"], by_hand=by_hand),
+            PlainNorm(weights, "input_layernorm", eps, by_hand=by_hand),
+            PlainNorm(weights, "post_attention_layernorm", config["layer_norm_eps"], by_hand=by_hand),
         )
         self.qkv = Product(weights, "attention.query_key_value", transposed=transposed)
         heads = config["num_attention_heads"]
         size = config["hidden_size"] // heads
-        self.attention = Attention(engine, at, heads, size, size // 4)
+        self.attention = PlainAttention(engine, at, heads, size, size // 4)
         self.out = Product(weights, "attention.dense", transposed=transposed)
         if engine.wrong == "dense-bias":
             self.out.b = None
@@ -131,7 +131,7 @@ class Layer(nn.Module):
         return x + (attended + self.down(functional.gelu(self.up(h), approximate=approximate)))
 
 
-class StepEngine:
+class PlainStepEngine:
     rewinds = True
 
     def __init__(self, folder, dtype, wrong=None, style="sdpa", every_row=False):
@@ -148,8 +148,8 @@ class StepEngine:
             if wrong == "stale-layer" and at == 1:
                 prefix = "gpt_neox.layers.0."
             layer_weights = {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
-            self.layers.append(Layer(self, layer_weights, at, config))
-        self.last = Norm(weights, "gpt_neox.final_layer_norm", config["layer_norm_eps"])
+            self.layers.append(PlainLayer(self, layer_weights, at, config))
+        self.last = PlainNorm(weights, "gpt_neox.final_layer_norm", config["layer_norm_eps"])
         self.head = Product(weights, "lm_head" if "lm_head.weight" in weights else "embed_out")
         if wrong == "final-norm-bias":
             self.last.b = torch.zeros_like(self.last.b)

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from harness.extensions.faults.placed import attention, experts, multipliers, states, weights
-from harness.extensions.faults.placed.plan import Plan
-from harness.extensions.faults.zoo.divergence import Event, first_difference, innermost_called, trace
+from harness.extensions.faults.placed.plan import PlacedPlan
+from harness.extensions.faults.zoo.divergence import OperatorEvent, first_difference, innermost_called, trace
 from harness.extensions.faults.zoo.models import logits, tokens
 
-FAULTS: dict[str, Callable[[nn.Module], list[Plan]]] = {
+FAULTS: dict[str, Callable[[nn.Module], list[PlacedPlan]]] = {
     "attention_scale": attention.scale,
     "attention_softcap": attention.softcap,
     "attention_window": attention.window,
@@ -40,7 +40,7 @@ FAULTS: dict[str, Callable[[nn.Module], list[Plan]]] = {
     "logits_softcap": multipliers.logits_cap,
 }
 """By name, a function that returns the places of a model where the fault may be planted, the best first."""
-IN_DECODE: dict[str, Callable[[nn.Module], list[Plan]]] = {
+IN_DECODE: dict[str, Callable[[nn.Module], list[PlacedPlan]]] = {
     "state_forgotten": states.forgotten,
     "state_frozen": states.frozen,
 }
@@ -72,7 +72,7 @@ TRUTHS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class PlacedFault:
     """A fault in one place of an architecture."""
 
     name: str
@@ -87,7 +87,7 @@ class Fault:
         FAULTS[self.name](model)[self.index].inject()
 
 
-def applicable(model: nn.Module) -> list[Fault]:
+def applicable(model: nn.Module) -> list[PlacedFault]:
     """Return the faults that apply to a float32 model of the zoo, each in the first place where it changes the logits.
 
     An attribute that a module holds and does not use is no place, so each place is tried in a copy.
@@ -95,7 +95,7 @@ def applicable(model: nn.Module) -> list[Fault]:
     sound, events = logits(model, tokens()), trace(model, tokens())
     places = {name: first_felt(model, name, sound) for name in FAULTS}
     return [
-        Fault(name=name, index=index, sites=sites(model, name, index, events))
+        PlacedFault(name=name, index=index, sites=sites(model, name, index, events))
         for name, index in places.items()
         if index is not None
     ]
@@ -114,7 +114,7 @@ def planted(model: nn.Module, name: str, index: int) -> nn.Module:
     return faulty
 
 
-def sites(model: nn.Module, name: str, index: int, events: list[Event]) -> tuple[str, ...]:
+def sites(model: nn.Module, name: str, index: int, events: list[OperatorEvent]) -> tuple[str, ...]:
     """Return the modules that may be blamed, of those that are called: some modules only hold a weight for others."""
     plan = FAULTS[name](model)[index]
     for site in plan.sites:

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.extensions.faults.placed.plan import Plan, number_in, places, set_number, set_parameter
+from harness.extensions.faults.placed.plan import PlacedPlan, number_in, places, set_number, set_parameter
 
 SCALES = ("scaling", "softmax_scale", "scale_attn", "inv_norm_factor", "norm_factor")
 SOFTCAPS = ("attn_logit_softcapping",)
 NO_CAP = 1e4
 
 
-def scale(model: nn.Module) -> list[Plan]:
+def scale(model: nn.Module) -> list[PlacedPlan]:
     """The scale of the scores is multiplied by 1.05."""
 
     def inject(module: nn.Module) -> None:
@@ -24,14 +24,14 @@ def scale(model: nn.Module) -> list[Plan]:
     return places(model, lambda module: "Attention" in type(module).__name__ and number_in(module, SCALES), inject)
 
 
-def softcap(model: nn.Module) -> list[Plan]:
+def softcap(model: nn.Module) -> list[PlacedPlan]:
     """The soft cap of the scores is left out."""
     return places(
         model, lambda module: number_in(module, SOFTCAPS), lambda module: set_number(module, *SOFTCAPS, NO_CAP)
     )
 
 
-def sinks(model: nn.Module) -> list[Plan]:
+def sinks(model: nn.Module) -> list[PlacedPlan]:
     """The logits of the attention sinks are 1 too large."""
 
     def has_sinks(module: nn.Module) -> bool:
@@ -40,7 +40,7 @@ def sinks(model: nn.Module) -> list[Plan]:
     return places(model, has_sinks, lambda module: set_parameter(module, "sinks", module.sinks + 1))
 
 
-def heads(model: nn.Module) -> list[Plan]:
+def heads(model: nn.Module) -> list[PlacedPlan]:
     """The first and the last head of the query are exchanged."""
 
     def inject(module: nn.Module) -> None:
@@ -60,7 +60,7 @@ def num_heads(attention: nn.Module) -> int:
     return projection.out_features // head_dim
 
 
-def window(model: nn.Module) -> list[Plan]:
+def window(model: nn.Module) -> list[PlacedPlan]:
     """One layer sees one token less than its window."""
     return places(model, has_window, shorten_window)
 
@@ -97,7 +97,7 @@ def without_oldest(mask: torch.Tensor, width: int) -> torch.Tensor:
     return mask.masked_fill(oldest, torch.finfo(mask.dtype).min)
 
 
-def rope_theta(model: nn.Module) -> list[Plan]:
+def rope_theta(model: nn.Module) -> list[PlacedPlan]:
     """The frequencies of the rotation come from another base: 20,000 where it is 10,000."""
 
     def inject(module: nn.Module) -> None:

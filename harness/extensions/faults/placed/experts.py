@@ -2,12 +2,12 @@
 
 from torch import nn
 
-from harness.extensions.faults.placed.plan import Plan, places, set_parameter
+from harness.extensions.faults.placed.plan import PlacedPlan, places, set_parameter
 
 COUNTS = ("num_experts", "num_routed_experts")
 
 
-def swapped(model: nn.Module) -> list[Plan]:
+def swapped(model: nn.Module) -> list[PlacedPlan]:
     """The weights of two experts of one layer are exchanged."""
 
     def inject(module: nn.Module, first: int) -> None:
@@ -31,7 +31,7 @@ def of_experts(module: nn.Module) -> dict[str, nn.Parameter]:
     return parameters if any(value.dim() == 3 for value in parameters.values()) else {}
 
 
-def one_less(model: nn.Module) -> list[Plan]:
+def one_less(model: nn.Module) -> list[PlacedPlan]:
     """One expert less is chosen for each token of one layer."""
     return places(model, chooses, lambda module: setattr(module, "top_k", module.top_k - 1))
 

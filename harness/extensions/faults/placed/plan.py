@@ -9,7 +9,7 @@ from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlacedPlan:
     """How a fault is planted into one place of one model."""
 
     sites: tuple[str, ...]
@@ -27,7 +27,7 @@ def places(
     *,
     sites: Callable[[nn.Module], Iterable[str]] = lambda module: ("",),
     blames_user: bool = False,
-) -> list[Plan]:
+) -> list[PlacedPlan]:
     """Return a plan for each module that meets a condition, from the middle of the model outwards.
 
     Args:
@@ -39,7 +39,7 @@ def places(
     """
     matches = [(path, module) for path, module in model.named_modules() if condition(module)]
     return [
-        Plan(
+        PlacedPlan(
             sites=tuple(f"{path}.{site}".strip(".") for site in sites(module)),
             inject=lambda module=module: inject(module),
             blames_user=blames_user,

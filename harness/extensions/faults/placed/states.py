@@ -6,20 +6,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.extensions.faults.placed.plan import Plan, places
+from harness.extensions.faults.placed.plan import PlacedPlan, places
 
 
-def forgotten(model: nn.Module) -> list[Plan]:
+def forgotten(model: nn.Module) -> list[PlacedPlan]:
     """A state is not carried from one step of decode to the next."""
     return _stated(model, is_frozen=False)
 
 
-def frozen(model: nn.Module) -> list[Plan]:
+def frozen(model: nn.Module) -> list[PlacedPlan]:
     """A state is not updated in decode."""
     return _stated(model, is_frozen=True)
 
 
-def _stated(model: nn.Module, *, is_frozen: bool) -> list[Plan]:
+def _stated(model: nn.Module, *, is_frozen: bool) -> list[PlacedPlan]:
     return [
         plan
         for which in ("conv", "recurrent")

@@ -6,7 +6,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from harness.extensions.faults.placed.plan import Plan, from_the_middle, number_in, places, set_number, set_parameter
+from harness.extensions.faults.placed.plan import (
+    PlacedPlan,
+    from_the_middle,
+    number_in,
+    places,
+    set_number,
+    set_parameter,
+)
 
 EPSILONS = ("variance_epsilon", "eps", "norm_eps")
 DECAYS = ("A_log", "time_decay", "recurrent_param")
@@ -21,7 +28,7 @@ def is_linear(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
-def norm_eps(model: nn.Module) -> list[Plan]:
+def norm_eps(model: nn.Module) -> list[PlacedPlan]:
     """The epsilon of one norm is 0.01."""
     return places(
         model,
@@ -30,7 +37,7 @@ def norm_eps(model: nn.Module) -> list[Plan]:
     )
 
 
-def norm_weight(model: nn.Module) -> list[Plan]:
+def norm_weight(model: nn.Module) -> list[PlacedPlan]:
     """One norm applies the weight of another."""
     norms = [module for module in model.modules() if is_norm(module) and isinstance(weight_of(module), nn.Parameter)]
 
@@ -48,11 +55,11 @@ def weight_of(module: nn.Module) -> torch.Tensor | None:
     return getattr(module, "weight", None)
 
 
-def linear_from_elsewhere(model: nn.Module) -> list[Plan]:
+def linear_from_elsewhere(model: nn.Module) -> list[PlacedPlan]:
     """One linear module applies the weight of another layer."""
 
-    def plan(path: str, module: nn.Module, twin: nn.Module) -> Plan:
-        return Plan(sites=(path,), inject=lambda: set_parameter(module, "weight", twin.weight))
+    def plan(path: str, module: nn.Module, twin: nn.Module) -> PlacedPlan:
+        return PlacedPlan(sites=(path,), inject=lambda: set_parameter(module, "weight", twin.weight))
 
     return [plan(*twin) for twin in from_the_middle(twins(model))]
 
@@ -73,7 +80,7 @@ def is_other(weight: torch.Tensor, replaced: torch.Tensor) -> bool:
     return weight is not replaced and weight.shape == replaced.shape
 
 
-def bias_dropped(model: nn.Module) -> list[Plan]:
+def bias_dropped(model: nn.Module) -> list[PlacedPlan]:
     """The bias of one linear module is left out."""
     return places(
         model,
@@ -82,7 +89,7 @@ def bias_dropped(model: nn.Module) -> list[Plan]:
     )
 
 
-def gate_and_up(model: nn.Module) -> list[Plan]:
+def gate_and_up(model: nn.Module) -> list[PlacedPlan]:
     """The gate and the other branch of one gated MLP are exchanged."""
 
     def inject(module: nn.Module) -> None:
@@ -102,7 +109,7 @@ def gates(module: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def state_decay(model: nn.Module) -> list[Plan]:
+def state_decay(model: nn.Module) -> list[PlacedPlan]:
     """What the decay of one scan's state is computed from is multiplied by 1.1."""
 
     def inject(module: nn.Module) -> None:

@@ -6,9 +6,9 @@ from io import StringIO
 
 import harness
 from harness.errors import Code, ExitStatus, HarnessError
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 from harness.formats.case import RequestSpec
 from harness.formats.taps import LOGITS
 from harness.judge.jobs.check import run_check
@@ -21,25 +21,25 @@ class _Harness:
     kinds = frozenset(EngineKind)
     rules = frozenset[str]()
 
-    def check(self, subject: Subject) -> Mapping[str, Answer]:
+    def check(self, subject: ToolSubject) -> Mapping[str, ToolAnswer]:
         """See `Tool.check`."""
         try:
             if subject.suite is not None:
                 subject.suite()
-                return {"harness": Answer(is_sound=True)}
+                return {"harness": ToolAnswer(is_sound=True)}
             if subject.kind is EngineKind.SERVER:
                 return {"harness": served(subject)}
             return {"harness": answer_of(check(subject))}
         except HarnessError as error:
             if subject.suite is not None and error.code is not Code.PROPERTY_VIOLATED:
                 raise
-            return {"harness": Answer(is_sound=False, error=str(error))}
+            return {"harness": ToolAnswer(is_sound=False, error=str(error))}
 
 
 TOOL = _Harness()
 
 
-def check(subject: Subject) -> CheckResult:
+def check(subject: ToolSubject) -> CheckResult:
     """Return the result of the check of an engine.
 
     Raises:
@@ -58,7 +58,7 @@ def check(subject: Subject) -> CheckResult:
     )  # fmt: skip
 
 
-def served(subject: Subject) -> Answer:
+def served(subject: ToolSubject) -> ToolAnswer:
     """Return the verdict of `harness server check`: a server shows no operation before its logits."""
     from harness.cli.main import run
 
@@ -68,19 +68,19 @@ def served(subject: Subject) -> Answer:
     with redirect_stdout(StringIO()) as text:
         status = run(["server", "check", *options, *(word for pair in prompts for word in pair)])
     if status not in (ExitStatus.PASS, ExitStatus.MISMATCH):
-        return Answer(is_sound=False, error=text.getvalue() or f"exit status {status}")
-    return Answer(is_sound=status == ExitStatus.PASS, operation=None if status == ExitStatus.PASS else LOGITS)
+        return ToolAnswer(is_sound=False, error=text.getvalue() or f"exit status {status}")
+    return ToolAnswer(is_sound=status == ExitStatus.PASS, operation=None if status == ExitStatus.PASS else LOGITS)
 
 
-def answer_of(result: CheckResult) -> Answer:
+def answer_of(result: CheckResult) -> ToolAnswer:
     """Return the verdict: the first operation that is wrong, or the first finding about one."""
     (run,) = result.runs
     about = (finding for finding in run.findings if finding.tap is not None)
     first: Divergence | Finding | None = run.first_divergence or next(about, None)
     if first is None:
-        return Answer(is_sound=result.outcome is Outcome.PASS)
+        return ToolAnswer(is_sound=result.outcome is Outcome.PASS)
     said, row = first.explanation, None
     if first.request is not None and first.position is not None:
         row = (first.request, first.position)
     cause = f"{said.cause}; {said.detail}" if said is not None and said.is_cause else None
-    return Answer(is_sound=result.outcome is Outcome.PASS, operation=first.tap, row=row, cause=cause)
+    return ToolAnswer(is_sound=result.outcome is Outcome.PASS, operation=first.tap, row=row, cause=cause)

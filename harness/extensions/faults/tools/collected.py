@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from harness.base.files import scratch_folder
-from harness.extensions.faults.subject import Subject, dump
+from harness.extensions.faults.subject import ToolSubject, dump
 from harness.extensions.faults.tools import driving
 from harness.formats.recording import Recording
 from harness.formats.taps import LOGITS
@@ -31,7 +31,7 @@ def paired(
             yield path or LOGITS, known, said[kept], right[kept]
 
 
-def of_folder(subject: Subject) -> Iterator[Pair]:
+def of_folder(subject: ToolSubject) -> Iterator[Pair]:
     rows = [(0, at) for at in range(len(subject.prompts[0]))]
     with scratch_folder("harness-") as folder:
         dump(driving.sound_model(subject), subject.prompts[0], folder)
@@ -39,7 +39,7 @@ def of_folder(subject: Subject) -> Iterator[Pair]:
     yield from paired(expected, actual, rows)
 
 
-def of_steps(subject: Subject) -> Iterator[Pair]:
+def of_steps(subject: ToolSubject) -> Iterator[Pair]:
     """Compare the logits of single requests: what a step returns."""
     sound = driving.sound_model(subject)
     for forward in driving.forwards(subject, sound):
@@ -58,7 +58,7 @@ def of_steps(subject: Subject) -> Iterator[Pair]:
         yield LOGITS, rows, logits.double(), forward.expected.logits[picked, -1].double()
 
 
-def of_recording(subject: Subject) -> Iterator[Pair]:
+def of_recording(subject: ToolSubject) -> Iterator[Pair]:
     plan = subject.plan
     assert plan is not None
     hf = planned_model(plan)

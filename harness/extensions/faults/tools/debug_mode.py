@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 from harness.extensions.faults.tools import driving
 
 
@@ -16,7 +16,7 @@ class _DebugMode:
     kinds = frozenset({EngineKind.MODULE})
     rules = frozenset[str]()
 
-    def check(self, subject: Subject) -> Mapping[str, Answer]:
+    def check(self, subject: ToolSubject) -> Mapping[str, ToolAnswer]:
         """See `Tool.check`."""
         from torch.utils._debug_mode import DebugMode
 
@@ -25,16 +25,16 @@ class _DebugMode:
             try:
                 wrong = DebugMode.check_hash_mismatches(expected, actual)
             except ValueError:  # other operators: it compares no values then
-                return {"DebugMode": Answer(is_sound=False)}
+                return {"DebugMode": ToolAnswer(is_sound=False)}
             if wrong:
-                return {"DebugMode": Answer(is_sound=False, operation=_module_of(expected, wrong[0]))}
-        return {"DebugMode": Answer(is_sound=True)}
+                return {"DebugMode": ToolAnswer(is_sound=False, operation=_module_of(expected, wrong[0]))}
+        return {"DebugMode": ToolAnswer(is_sound=True)}
 
 
 TOOL = _DebugMode()
 
 
-def _logged(forward: driving.Forward, fed: driving.Fed) -> list[Any]:
+def _logged(forward: driving.DrivenForward, fed: driving.Fed) -> list[Any]:
     from torch.utils._debug_mode import DebugMode
 
     with DebugMode(record_nn_module=True) as mode, DebugMode.log_tensor_hashes():

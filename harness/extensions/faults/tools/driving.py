@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 from harness.extensions.faults.zoo.models import load
 from harness.oracle.caches import caches_of
 
@@ -24,7 +24,7 @@ class Fed:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class DrivenForward:
     """One forward, which both models must run once."""
 
     rows: Sequence[tuple[int, int] | None]
@@ -43,12 +43,12 @@ class Forward:
         fed.model(**self.arguments(fed))
 
 
-def sound_model(subject: Subject) -> Any:
+def sound_model(subject: ToolSubject) -> Any:
     """Return transformers' own model of the checkpoint."""
     return load(subject.checkpoint, dtype=getattr(torch, subject.dtype))
 
 
-def forwards(subject: Subject, sound: Any) -> Iterator[Forward]:
+def forwards(subject: ToolSubject, sound: Any) -> Iterator[DrivenForward]:
     """Yield the forwards of the subject's schedule: each prompt whole, in chunks or in one batch, then single tokens.
 
     Tokens are those that the sound model chooses.
@@ -68,7 +68,7 @@ def forwards(subject: Subject, sound: Any) -> Iterator[Forward]:
                 handle.remove()
 
 
-def _of_group(subject: Subject, group: Sequence[int], expected: Fed, actual: Fed) -> Iterator[Forward]:
+def _of_group(subject: ToolSubject, group: Sequence[int], expected: Fed, actual: Fed) -> Iterator[DrivenForward]:
     longest = max(len(subject.prompts[at]) for at in group)
     padding = [longest - len(subject.prompts[at]) for at in group]
     ids = torch.tensor([[0] * pad + list(subject.prompts[at]) for pad, at in zip(padding, group, strict=True)])
@@ -85,7 +85,7 @@ def _of_group(subject: Subject, group: Sequence[int], expected: Fed, actual: Fed
             inputs |= {"attention_mask": seen.long(), "position_ids": places.clamp(min=0)}
         lanes = zip(group, places.tolist(), strict=True)
         rows = [(at, place) if place >= 0 else None for at, lane in lanes for place in lane]
-        yield Forward(rows, inputs, expected, actual)
+        yield DrivenForward(rows, inputs, expected, actual)
 
 
 def captured(model: Any, run: Callable[[], None]) -> dict[str, torch.Tensor]:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 from harness.extensions.faults.tools import driving
 from harness.extensions.faults.tools.collected import Pair, of_folder, of_recording, of_steps, paired
 from harness.formats.taps import LOGITS
@@ -55,29 +55,31 @@ class _Hooks:
     kinds = frozenset(EngineKind) - {EngineKind.SERVER}
     rules = frozenset({"SGLang's comparator", "msprobe's rule", "Polygraphy"})
 
-    def check(self, subject: Subject) -> Mapping[str, Answer]:
+    def check(self, subject: ToolSubject) -> Mapping[str, ToolAnswer]:
         """See `Tool.check`."""
         if subject.suite is not None:
-            return dict.fromkeys(self.names, Answer(is_sound=True))
+            return dict.fromkeys(self.names, ToolAnswer(is_sound=True))
         rules = {CLOSE: _within(*TORCH[subject.dtype]), **RULES}
-        answers: dict[str, Answer] = {}
+        answers: dict[str, ToolAnswer] = {}
         for operation, rows, actual, expected in pairs(subject):
             for name in rules.keys() - answers.keys():
                 wrong = (~rules[name](actual, expected)).nonzero()[:, 0].tolist()
                 failing = [rows[at] for at in wrong]
                 if failing:
-                    answers[name] = Answer(is_sound=False, operation=operation, row=min(failing))
+                    answers[name] = ToolAnswer(is_sound=False, operation=operation, row=min(failing))
             if operation == LOGITS and TOKENS not in answers:
                 different = actual.argmax(dim=1) != expected.argmax(dim=1)
                 if bool(different.any()):
-                    answers[TOKENS] = Answer(is_sound=False, operation=operation, row=rows[int(different.nonzero()[0])])
-        return {name: answers.get(name, Answer(is_sound=True)) for name in self.names}
+                    answers[TOKENS] = ToolAnswer(
+                        is_sound=False, operation=operation, row=rows[int(different.nonzero()[0])]
+                    )
+        return {name: answers.get(name, ToolAnswer(is_sound=True)) for name in self.names}
 
 
 TOOL = _Hooks()
 
 
-def pairs(subject: Subject) -> Iterator[Pair]:
+def pairs(subject: ToolSubject) -> Iterator[Pair]:
     """Yield what can be compared, in the order of the run."""
     if subject.plan is not None:
         yield from of_recording(subject)
@@ -89,7 +91,7 @@ def pairs(subject: Subject) -> Iterator[Pair]:
         yield from _of_modules(subject)
 
 
-def _of_modules(subject: Subject) -> Iterator[Pair]:
+def _of_modules(subject: ToolSubject) -> Iterator[Pair]:
     sound = driving.sound_model(subject)
     for forward in driving.forwards(subject, sound):
         expected = driving.captured(sound, lambda: forward.run(forward.expected))

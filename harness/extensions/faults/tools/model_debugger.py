@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.files import scratch_folder
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 from harness.extensions.faults.tools import driving
 
 
@@ -17,20 +17,20 @@ class _ModelDebugger:
     kinds = frozenset({EngineKind.MODULE})
     rules = frozenset[str]()
 
-    def check(self, subject: Subject) -> Mapping[str, Answer]:
+    def check(self, subject: ToolSubject) -> Mapping[str, ToolAnswer]:
         """See `Tool.check`."""
         for forward in driving.forwards(subject, driving.sound_model(subject)):
             expected, actual = (_trace(forward, fed) for fed in (forward.expected, forward.actual))
             for path, said in expected.items():
                 if actual.get(path) != said:
-                    return {"model debugger": Answer(is_sound=False, operation=path.partition(".")[2])}
-        return {"model debugger": Answer(is_sound=True)}
+                    return {"model debugger": ToolAnswer(is_sound=False, operation=path.partition(".")[2])}
+        return {"model debugger": ToolAnswer(is_sound=True)}
 
 
 TOOL = _ModelDebugger()
 
 
-def _trace(forward: driving.Forward, fed: driving.Fed) -> dict[str, Any]:
+def _trace(forward: driving.DrivenForward, fed: driving.Fed) -> dict[str, Any]:
     """Return the text of what each module without children returned, by its path."""
     from transformers.model_debugging_utils import model_addition_debugger_context
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 from harness.extensions.faults.tools import driving
 
 _DECODE = 2
@@ -26,7 +26,7 @@ class _Msprobe:
         self._debugger: Any = None
         self._num_steps = 0
 
-    def check(self, subject: Subject) -> Mapping[str, Answer]:
+    def check(self, subject: ToolSubject) -> Mapping[str, ToolAnswer]:
         """See `Tool.check`."""
         for forward in driving.forwards(subject, driving.sound_model(subject)):
             request, position = next(row for row in forward.rows if row is not None)
@@ -36,10 +36,10 @@ class _Msprobe:
                 continue
             wrong = next(self._wrong(forward), None)
             if wrong is not None:
-                return {"msprobe": Answer(is_sound=False, operation=wrong)}
-        return {"msprobe": Answer(is_sound=True)}
+                return {"msprobe": ToolAnswer(is_sound=False, operation=wrong)}
+        return {"msprobe": ToolAnswer(is_sound=True)}
 
-    def _wrong(self, forward: driving.Forward) -> Iterator[str]:
+    def _wrong(self, forward: driving.DrivenForward) -> Iterator[str]:
         """Yield the paths of modules whose output does not pass, in the order of the run."""
         from msprobe.pytorch.compare.pt_compare import pt_compare
 
@@ -59,7 +59,7 @@ class _Msprobe:
         shutil.rmtree(bench.parent)
         shutil.rmtree(engine.parent)
 
-    def _dumped(self, forward: driving.Forward, fed: driving.Fed) -> Path:
+    def _dumped(self, forward: driving.DrivenForward, fed: driving.Fed) -> Path:
         """Return the folder of what msprobe kept of one forward."""
         from msprobe.pytorch import PrecisionDebugger
 

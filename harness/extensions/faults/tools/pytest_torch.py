@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 from harness.extensions.faults.tools import driving
 
 
@@ -16,7 +16,7 @@ class _PytestTorch:
     rules = frozenset[str]()
 
     @torch.no_grad()
-    def check(self, subject: Subject) -> Mapping[str, Answer]:
+    def check(self, subject: ToolSubject) -> Mapping[str, ToolAnswer]:
         """See `Tool.check`."""
         from pytest_torch import localize_divergence
 
@@ -27,8 +27,8 @@ class _PytestTorch:
 
             )  # fmt: skip
             if report.first is not None:
-                return {"pytest-torch": Answer(is_sound=False, operation=report.first.name)}
-        return {"pytest-torch": Answer(is_sound=True)}
+                return {"pytest-torch": ToolAnswer(is_sound=False, operation=report.first.name)}
+        return {"pytest-torch": ToolAnswer(is_sound=True)}
 
 
 TOOL = _PytestTorch()

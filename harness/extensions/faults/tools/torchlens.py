@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults.answer import Answer
+from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
-from harness.extensions.faults.subject import Subject
+from harness.extensions.faults.subject import ToolSubject
 from harness.extensions.faults.tools import driving
 
 
@@ -16,7 +16,7 @@ class _TorchLens:
     kinds = frozenset({EngineKind.MODULE})
     rules = frozenset[str]()
 
-    def check(self, subject: Subject) -> Mapping[str, Answer]:
+    def check(self, subject: ToolSubject) -> Mapping[str, ToolAnswer]:
         """See `Tool.check`."""
         import torchlens
 
@@ -27,8 +27,8 @@ class _TorchLens:
             )
             wrong = first_different(expected, actual)
             if wrong is not None:
-                return {"TorchLens": Answer(is_sound=False, operation=wrong)}
-        return {"TorchLens": Answer(is_sound=True)}
+                return {"TorchLens": ToolAnswer(is_sound=False, operation=wrong)}
+        return {"TorchLens": ToolAnswer(is_sound=True)}
 
 
 TOOL = _TorchLens()

@@ -13,7 +13,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class OperatorEvent:
     """A module is entered, or returns."""
 
     path: str
@@ -25,7 +25,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class ValueDifference:
     """The first difference of two runs."""
 
     path: str
@@ -35,9 +35,9 @@ class Difference:
 
 
 @torch.no_grad()
-def trace(model: nn.Module, ids: torch.Tensor) -> list[Event]:
+def trace(model: nn.Module, ids: torch.Tensor) -> list[OperatorEvent]:
     """Run a model over ids [1, T] without a cache; return what each module was given and what it returned."""
-    events: list[Event] = []
+    events: list[OperatorEvent] = []
     running: list[str] = []
     returned: dict[int, tuple[str, torch.Tensor]] = {}  # by id; the tensor is held, so that its id stays its own
 
@@ -50,12 +50,12 @@ def trace(model: nn.Module, ids: torch.Tensor) -> list[Event]:
 
     def enter(path: str, arguments: Any) -> None:
         author = running[-1] if running else ""
-        events.append(Event(path=path, is_entry=True, author=author, values=copies(arguments)))
+        events.append(OperatorEvent(path=path, is_entry=True, author=author, values=copies(arguments)))
         running.append(path)
 
     def leave(path: str, results: Any) -> None:
         running.pop()
-        events.append(Event(path=path, is_entry=False, author=path, values=copies(results)))
+        events.append(OperatorEvent(path=path, is_entry=False, author=path, values=copies(results)))
         returned.update({id(tensor): (path, tensor) for tensor in tensors_in(results)})
 
     with hooked(model, enter, leave):
@@ -88,23 +88,25 @@ def hooked(model: nn.Module, enter: Callable[[str, Any], None], leave: Callable[
             handle.remove()
 
 
-def first_difference(sound: list[Event], faulty: list[Event], *, aside_from: str | None = None) -> Difference | None:
+def first_difference(
+    sound: list[OperatorEvent], faulty: list[OperatorEvent], *, aside_from: str | None = None
+) -> ValueDifference | None:
     """Return the first module whose work differs, or None if nothing does.
 
     With `aside_from`, what that module returned is taken as given: the first one is returned that uses it.
     """
     for sound_event, faulty_event in zip(sound, faulty, strict=False):
         if sound_event.path != faulty_event.path or sound_event.is_entry != faulty_event.is_entry:
-            return Difference(path=sound_event.author, size=torch.inf)
+            return ValueDifference(path=sound_event.author, size=torch.inf)
         if not sound_event.is_entry and sound_event.path == aside_from:
             continue
         size = distance(values_but(sound_event, aside_from), values_but(faulty_event, aside_from))
         if size > 0:
-            return Difference(path=sound_event.author, size=size)
+            return ValueDifference(path=sound_event.author, size=size)
     return None
 
 
-def values_but(event: Event, maker: str | None) -> Tensors:
+def values_but(event: OperatorEvent, maker: str | None) -> Tensors:
     """Return an event's values but for those that a module returned."""
     kept = [values for made_by, values in event.values.items() if maker is None or made_by != maker]
     return [value for values in kept for value in values]
@@ -125,7 +127,7 @@ def row_distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)).max())
 
 
-def innermost_called(path: str, events: list[Event]) -> str:
+def innermost_called(path: str, events: list[OperatorEvent]) -> str:
     """Return a path, or that of the innermost module around it which is called: some modules only hold a weight."""
     called = {event.path for event in events}
     while path and path not in called:

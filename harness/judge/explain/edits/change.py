@@ -9,7 +9,7 @@ LIKELY, POSSIBLE, UNLIKELY = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ToldChange:
     """A change in words."""
 
     cause: str
@@ -19,7 +19,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ModelChange:
     """One change of the code that a module runs, or of what it holds."""
 
     module: str
@@ -31,5 +31,5 @@ class Change:
     Raises:
         SyntaxError, ValueError: it cannot be made.
     """
-    tell: Callable[[float], Told]
+    tell: Callable[[float], ToldChange]
     is_fitted: bool = False

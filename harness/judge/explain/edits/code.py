@@ -18,7 +18,7 @@ from torch import nn
 
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import WrongOperation
-from harness.judge.explain.edits.change import Change, Told
+from harness.judge.explain.edits.change import ModelChange, ToldChange
 from harness.judge.explain.edits.operators import FACTOR, NORMS, ROUND, Edit, applied, edits_of
 from harness.judge.explain.edits.words import term_of
 from harness.judge.explain.edits.written_out import WRITTEN_OUT
@@ -28,7 +28,7 @@ _MOST_ALTERNATIVES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class SourceCode:
     """A function of HF, and the object that holds it."""
 
     module: str
@@ -68,14 +68,14 @@ class Code:
             warnings.simplefilter("ignore", SyntaxWarning)  # of constants where a variable was
             return compile(self.program, f"<{self.file}, changed>", "exec")
 
-    def told(self, edit: Edit, factor: float) -> Told:
+    def told(self, edit: Edit, factor: float) -> ToldChange:
         """Return a change in words, with the changed lines."""
         where = type(self.holder).__name__ if isinstance(self.holder, nn.Module) else self.name
         new, term = edit.new.replace(FACTOR, f"{factor:.4g}"), term_of(edit, self.holder)
         if edit.is_fitted and FACTOR not in edit.new:
             new += f" {factor:.4g}"
         cause = f"in {where} ({Path(self.file).name}:{self.first + edit.line - 1}), `{edit.old}` {new}"
-        return Told(
+        return ToldChange(
             cause=cause if term is None else f"{term}: {cause}",
             detail=f"your engine computes what HF computes with this change: {self._diff(edit, factor)}",
             is_vague=term is None,
@@ -91,10 +91,10 @@ class Code:
         ]
         return " | ".join(f"{line[0]} {line[1:].strip()}" for line in lines[:4])
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[ModelChange]:
         """Return the changes of the function, the likely ones first."""
         return [
-            Change(
+            ModelChange(
                 module=self.module,
                 rank=edit.rank,
                 make=partial(self.made, edit),
@@ -136,9 +136,9 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if type(value) in (int, float) and not name.startswith("_")}
 
 
-def codes_around(wrong: WrongOperation) -> Iterator[Code]:
+def codes_around(wrong: WrongOperation) -> Iterator[SourceCode]:
     """Yield the forwards of the modules around an operation, the innermost first, and the functions that they call."""
-    functions: dict[str, Code] = {}
+    functions: dict[str, SourceCode] = {}
     for path in modules_around(wrong):
         module = wrong.hf.module(path)
         forward = code_of(path, module, "forward", inspect.unwrap(type(module).forward))
@@ -155,7 +155,7 @@ def codes_around(wrong: WrongOperation) -> Iterator[Code]:
     yield from functions.values()
 
 
-def _methods(path: str, module: nn.Module, forward: Code) -> list[Code | None]:
+def _methods(path: str, module: nn.Module, forward: SourceCode) -> list[SourceCode | None]:
     """Return the methods of a module that its forward calls."""
     names = {
         node.func.attr
@@ -167,7 +167,7 @@ def _methods(path: str, module: nn.Module, forward: Code) -> list[Code | None]:
     return [code_of(path, module, name, vars(type(module)).get(name)) for name in sorted(names)]
 
 
-def code_of(path: str, holder: Any, name: str, function: Any) -> Code | None:
+def code_of(path: str, holder: Any, name: str, function: Any) -> SourceCode | None:
     """Return a function of HF's, or one of torch that is written out; None for others, or without source."""
     function = WRITTEN_OUT.get(function, function)
     is_known = function in WRITTEN_OUT.values() or getattr(function, "__module__", "").startswith("transformers.")
@@ -177,7 +177,7 @@ def code_of(path: str, holder: Any, name: str, function: Any) -> Code | None:
         program, first = parsed(function)
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    return Code(path, holder, name, function, program, inspect.getfile(function), first)
+    return SourceCode(path, holder, name, function, program, inspect.getfile(function), first)
 
 
 @cache
@@ -202,7 +202,7 @@ def parsed(function: FunctionType) -> tuple[ast.Module, int]:
     return program, first
 
 
-def _called(code: Code) -> Iterator[tuple[str, FunctionType]]:
+def _called(code: SourceCode) -> Iterator[tuple[str, FunctionType]]:
     """Yield the functions of the same file that a function calls by their names."""
     names = {
         node.func.id

@@ -14,7 +14,7 @@ from torch import nn
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import WrongOperation
-from harness.judge.explain.edits.change import LIKELY, POSSIBLE, Change, Told
+from harness.judge.explain.edits.change import LIKELY, POSSIBLE, ModelChange, ToldChange
 
 _MAX_ELEMENTS = 1 << 24
 """Of a parameter that is changed."""
@@ -24,7 +24,7 @@ _LOGARITHM = "_log"
 """End of the names of parameters whose exponential is computed with."""
 
 
-def changes_of_parameters(wrong: WrongOperation, paths: list[str]) -> Iterator[Change]:
+def changes_of_parameters(wrong: WrongOperation, paths: list[str]) -> Iterator[ModelChange]:
     """Yield the changes of what the modules around an operation hold, the innermost first."""
     for path in paths:
         module = wrong.hf.module(path)
@@ -35,14 +35,14 @@ def changes_of_parameters(wrong: WrongOperation, paths: list[str]) -> Iterator[C
     if not isinstance(wrong.hf.module(path), nn.Linear):
         what = "the norm is skipped" if "norm" in path.rpartition(".")[2] else f"{path} is skipped: it gives its input"
         skip = partial(_changed, wrong.hf.module(path), "forward", lambda x, *_args, **_kwargs: x)
-        yield Change(module=path, rank=LIKELY, make=skip, tell=lambda _: Told(cause=what))
+        yield ModelChange(module=path, rank=LIKELY, make=skip, tell=lambda _: ToldChange(cause=what))
 
 
 def _changed(holder: Any, name: str, value: Any, _factor: float) -> AbstractContextManager[None]:
     return replaced(holder, name, value)
 
 
-def _of_parameter(wrong: WrongOperation, path: str, name: str, parameter: torch.Tensor) -> Iterator[Change]:
+def _of_parameter(wrong: WrongOperation, path: str, name: str, parameter: torch.Tensor) -> Iterator[ModelChange]:
     right, label = parameter.data, f"{name} of {path}"
     tried = [(LIKELY, "is zero: left out, or not loaded", torch.zeros_like(right))]
     tried += [(LIKELY, f"is that of {source}", values) for source, values in _of_others(wrong, path, name, right)]
@@ -55,21 +55,21 @@ def _of_parameter(wrong: WrongOperation, path: str, name: str, parameter: torch.
     for rank, how, values in tried:
         if not torch.equal(values, right):
             make = partial(_changed, parameter, "data", values)
-            yield Change(module=path, rank=rank, make=make, tell=partial(_told, f"{label} {how}"))
+            yield ModelChange(module=path, rank=rank, make=make, tell=partial(_told, f"{label} {how}"))
     numbers = {f"{label} is scaled by": _scaled}
     if name.endswith(_LOGARITHM):
         numbers[f"the exponential of {label} is scaled by"] = _shifted
     for how, scaled in numbers.items():
         tell = partial(_told_number, how)
-        yield Change(module=path, rank=LIKELY, make=partial(scaled, parameter), tell=tell, is_fitted=True)
+        yield ModelChange(module=path, rank=LIKELY, make=partial(scaled, parameter), tell=tell, is_fitted=True)
 
 
-def _told(cause: str, _factor: float) -> Told:
-    return Told(cause=cause)
+def _told(cause: str, _factor: float) -> ToldChange:
+    return ToldChange(cause=cause)
 
 
-def _told_number(cause: str, factor: float) -> Told:
-    return Told(cause=f"{cause} {factor:.4g}")
+def _told_number(cause: str, factor: float) -> ToldChange:
+    return ToldChange(cause=f"{cause} {factor:.4g}")
 
 
 def _scaled(parameter: torch.Tensor, factor: float) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from harness.judge.compare.evidence import PartInputs
 from harness.judge.explain.core.fit import fit_factor
 from harness.judge.explain.core.rerun import Rerun
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
-from harness.judge.explain.edits.change import Change
+from harness.judge.explain.edits.change import ModelChange
 from harness.judge.explain.edits.code import codes_around, modules_around
 from harness.judge.explain.edits.held import changes_of_parameters
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
@@ -99,7 +99,7 @@ def likely_mistakes(wrong: WrongOperation) -> Iterator[Hypothesis]:
             yield Hypothesis(cause=told.cause, output=output, detail=told.detail)
 
 
-def in_turns(wrong: WrongOperation) -> list[tuple[int, Change]]:
+def in_turns(wrong: WrongOperation) -> list[tuple[int, ModelChange]]:
     """Return the changes around an operation: what is likely and near comes first, with a number for how much.
 
     A change of the next module outwards comes with the less likely ones of the module inside of it.
@@ -177,7 +177,7 @@ class _Trials:
         unrecorded = {tap: rerun.values[tap][places[here]] for tap in taps}
         return cls(wrong=wrong, here=here, part=part, right=right, unrecorded=unrecorded, arguments=arguments)
 
-    def hypothesis(self, change: Change) -> Hypothesis | None:
+    def hypothesis(self, change: ModelChange) -> Hypothesis | None:
         """Return what a change gives; None if that is not what was recorded, or the changed code does not run."""
         factor: float | None = 1.0
         if change.is_fitted:
@@ -203,7 +203,7 @@ class _Trials:
             unknown=None if bool(self.here.all()) else ~self.here,
         )
 
-    def output_of_few(self, change: Change) -> torch.Tensor | None:
+    def output_of_few(self, change: ModelChange) -> torch.Tensor | None:
         """Return the rows of the operation [R, W], a few under a change; None if it fails or changes nothing."""
         place, rows = self._few(change.module) or (self.part, torch.arange(len(self.right)))
         output = self._under(change, 1.0, place)
@@ -219,7 +219,7 @@ class _Trials:
         changed = (tap for tap, right in self.unrecorded.items() if not _is_same(values[tap][self.part.places], right))
         return next(changed, None)
 
-    def _under(self, change: Change, factor: float, place: _Place) -> torch.Tensor | None:
+    def _under(self, change: ModelChange, factor: float, place: _Place) -> torch.Tensor | None:
         """Return the rows [n, W] under a change; None if it does not run, or not to such rows."""
         try:
             with change.make(factor), limited(place.meter):
@@ -245,7 +245,7 @@ class _Trials:
         wrong, here = self.wrong, self.here
         return wrong.actual[here], wrong.bound[here], wrong.roundings[here]
 
-    def _fitted(self, change: Change) -> float | None:
+    def _fitted(self, change: ModelChange) -> float | None:
         """Return the factor under which the rows come nearest to what was recorded; None if they differ otherwise."""
         near = self._under(change, _SMALL, self.part)
         if near is None or torch.equal(near, self.right):
