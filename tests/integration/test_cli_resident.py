@@ -1,6 +1,5 @@
 """`HARNESS_RESIDENT`: a process that forks the next checks."""
 
-import json
 import os
 import signal
 import socket
@@ -145,22 +144,6 @@ def test_another_environment_finds_no_process(place, variables, monkeypatch, nam
         for environment in (variables, {**variables, name: "7"})
     ]
     assert [Path(item.stdout.strip()) == path for item in paths] == [True, False]
-
-
-def test_a_command_that_waits_no_longer_is_not_begun(tmp_path):
-    """A process that answers late finds nobody who asks it to begin."""
-    ours, theirs = socket.socketpair()
-    job = json.dumps({"arguments": [], "folder": str(tmp_path), "umask": 0, "variables": {}}).encode()
-    reading, writing = os.pipe()
-    socket.send_fds(ours, [resident._LENGTH.pack(len(job))], [0, 1, 2, reading, writing])
-    ours.sendall(job)
-    ours.close()
-    pid = os.fork()
-    if not pid:
-        resident._fork = lambda *_: os._exit(7)  # it would begin
-        resident._run(theirs)
-    theirs.close()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_module_that_changes_ends_the_process(place, variables):
