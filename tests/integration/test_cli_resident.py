@@ -185,9 +185,11 @@ def test_a_command_that_no_longer_waits_is_not_begun():
 
 
 def test_a_command_that_ignores_a_signal_finds_no_process_that_does_not():
-    before = resident._inherited()
-    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    places, handler = set(), signal.getsignal(signal.SIGHUP)
     try:
-        assert resident._inherited() != before
+        for how in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGHUP, how)
+            places.add(resident._inherited())
     finally:
         signal.signal(signal.SIGHUP, handler)
+    assert len(places) == 2
