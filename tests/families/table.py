@@ -12,7 +12,7 @@ from tabulate import tabulate
 from transformers import PreTrainedModel
 
 from harness.extensions.faults.placed import FAULTS, PlacedFault, applicable
-from harness.extensions.faults.zoo.divergence import OperatorEvent, ValueDifference, first_difference, trace
+from harness.extensions.faults.zoo.divergence import ModuleEvent, ValueDifference, first_difference, trace
 from harness.extensions.faults.zoo.models import build, tokens
 
 from .architectures import architectures, excluded
@@ -35,7 +35,7 @@ def main(names: list[str]) -> None:
     )
 
 
-def where_shown(sound: list[OperatorEvent], name: str, fault: PlacedFault) -> ValueDifference | None:
+def where_shown(sound: list[ModuleEvent], name: str, fault: PlacedFault) -> ValueDifference | None:
     faulty = build(name)
     fault.inject(faulty)
     return first_difference(sound, trace(faulty, tokens()))

@@ -48,4 +48,5 @@ class Tool(Protocol):
 
         Raises:
             ImportError: the tool is not installed.
+            HarnessError: the engine raised: an answer of its own (`ToolAnswer.error`).
         """

@@ -14,8 +14,10 @@ from harness.command.progress import progress_bar
 from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
-    from harness.extensions.faults.benchmark import Questions
-    from harness.extensions.faults.fault import Fault
+    from harness.extensions.faults.answer import Tool
+    from harness.extensions.faults.benchmark import AskedTool, Questions
+    from harness.extensions.faults.fault import Fault, Variant
+    from harness.extensions.faults.score import Score
 
 FAULTS = Forms(
     human="harness.extensions.faults.report:as_text",
@@ -87,28 +89,23 @@ def faults(
     Each tool runs in its own process. Sound variants of the engines must pass.
     """
     if check is not None:
-        refused = {
-            "--tool": tool, "--only": only, "--category": category, "--engine": engine, "--sample": sample,
-            "--drawn": drawn, "--variants": variants,
-            "--power": power or None,
-        }  # fmt: skip
-        for option in (name for name, value in refused.items() if value is not None):
-            what, hint = "one check is shown, and nothing is scored", f"leave {option} or --check out"
-            raise HarnessError(Code.BAD_OPTION, what, where=option, hint=hint)
+        _refuse_with_check(
+            {
+                "--tool": tool, "--only": only, "--category": category, "--engine": engine, "--sample": sample,
+                "--drawn": drawn, "--variants": variants, "--power": power or None,
+            }
+        )  # fmt: skip
         return _checked(check, device, out, format)
     with progress_bar() as report:
         from harness.extensions.faults.benchmark import Questions, ask_all, sampled
-        from harness.extensions.faults.catalogue import FAULTS as KNOWN
         from harness.extensions.faults.catalogue import VARIANTS, choose, kinds_of
-        from harness.extensions.faults.fault import Fault, Variant
         from harness.extensions.faults.report import Benchmark
-        from harness.extensions.faults.score import score
-        from harness.extensions.faults.tools import num_lines, open_tool
+        from harness.extensions.faults.tools import open_tool
         from harness.plan import check_device
 
         check_device(device)
-        begin, kinds, names = time.perf_counter(), kinds_of(engine), tool or ["harness"]
-        tools = {name: open_tool(name) for name in names}
+        begin, kinds = time.perf_counter(), kinds_of(engine)
+        tools = {name: open_tool(name) for name in tool or ["harness"]}
         chosen = sampled([fault for fault in choose(only, category, kinds) if not fault.equivalent], sample, seed)
         if drawn is not None:
             chosen = [fault for at in range(drawn) if (fault := _drawn(seed, at, drawn, report)) is not None]
@@ -120,19 +117,36 @@ def faults(
         with Questions(seed=seed, device=device, limit_s=limit, out=out) as questions:
             if power:
                 return _power({name: opened.names for name, opened in tools.items()}, questions, report)
-            asked = ask_all(names, [*chosen, *sound], questions, report)
-        entries: dict[str, Fault | Variant] = {**KNOWN, **VARIANTS, **{fault.id: fault for fault in chosen}}
-        scores = [
-            score(
-                label, [item for item in asked if item.tool == name], entries,
-                is_rule=label in opened.rules, num_lines=num_lines(name),
-            )
-            for name, opened in tools.items()
-            for label in opened.names
-        ]  # fmt: skip
+            asked = ask_all(list(tools), [*chosen, *sound], questions, report)
+        scores = _scores(tools, asked, [*chosen, *sound])
         result = Benchmark(seed=seed, scores=scores, seconds=time.perf_counter() - begin)
     FAULTS.show(result, format)
     return ExitStatus.PASS if result.is_clean else ExitStatus.MISMATCH
+
+
+def _refuse_with_check(options: Mapping[str, object]) -> None:
+    """Raise BAD_OPTION for the first of the options that has a value."""
+    for option in (name for name, value in options.items() if value is not None):
+        what, hint = "one check is shown, and nothing is scored", f"leave {option} or --check out"
+        raise HarnessError(Code.BAD_OPTION, what, where=option, hint=hint)
+
+
+def _scores(
+    tools: Mapping[str, "Tool"], asked: Sequence["AskedTool"], entries: Sequence["Fault | Variant"]
+) -> list["Score"]:
+    """Return the score of each tool that an adapter answers for."""
+    from harness.extensions.faults.score import score
+    from harness.extensions.faults.tools import num_lines
+
+    by_id = {entry.id: entry for entry in entries}
+    return [
+        score(
+            label, [item for item in asked if item.tool == name], by_id,
+            is_rule=label in opened.rules, num_lines=num_lines(name),
+        )
+        for name, opened in tools.items()
+        for label in opened.names
+    ]  # fmt: skip
 
 
 def _power(tools: Mapping[str, Sequence[str]], questions: "Questions", report: Progress) -> int:

@@ -122,23 +122,9 @@ def _opened_object(
 @torch.no_grad()
 def dump(model: torch.nn.Module, token_ids: Sequence[int], folder: Path) -> None:
     """Write what each module returns in one prefill to `all.pt` in a folder, by the module's path."""
-    shown: dict[str, torch.Tensor] = {}
+    from harness.extensions.faults.tools.driving import captured
 
-    def keep(name: str, out: Any) -> None:
-        values = out if isinstance(out, tuple) else (getattr(out, "logits", out),)
-        if isinstance(values[0], torch.Tensor):
-            shown[name] = values[0]
-
-    handles = [
-        module.register_forward_hook(lambda _module, _args, out, name=name: keep(name, out))
-        for name, module in model.named_modules()
-    ]
-    try:
-        model(torch.tensor([list(token_ids)]))
-    finally:
-        for handle in handles:
-            handle.remove()
-    torch.save(shown, folder / "all.pt")
+    torch.save(captured(model, lambda: model(torch.tensor([list(token_ids)]))), folder / "all.pt")
 
 
 # Checkpoints.
@@ -147,21 +133,11 @@ def dump(model: torch.nn.Module, token_ids: Sequence[int], folder: Path) -> None
 @contextmanager
 def tiny_checkpoint(setting: FaultConfig) -> Iterator[Path]:
     """Yield a tiny checkpoint of a family of transformers, with lively weights."""
-    from transformers import AutoModelForCausalLM
+    from harness.extensions.faults.zoo.models import save
 
-    from harness.extensions.faults.zoo.lively import make_lively
-    from harness.extensions.faults.zoo.quiet import quiet
-    from harness.extensions.faults.zoo.tiny_config import tiny_config
-
-    with scratch_folder("harness-") as folder, quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        config = tiny_config(setting.model)
-        if setting.config:
-            config = type(config)(**config.to_diff_dict() | dict(setting.config))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        make_lively(model, 7)
-        model.save_pretrained(folder)
-        yield Path(folder)
+    with scratch_folder("harness-") as folder:
+        save(setting.model, folder, seed=7, settings=setting.config)
+        yield folder
 
 
 @contextmanager
@@ -179,8 +155,8 @@ def checkpoint(setting: FaultConfig) -> Iterator[Path]:
         config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(setting.config)
         (folder / "config.json").unlink()
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        _change_weights(Path(folder), setting)
-        yield Path(folder)
+        _change_weights(folder, setting)
+        yield folder
 
 
 def _change_weights(folder: Path, setting: FaultConfig) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.extensions.faults.placed import attention, experts, multipliers, states, weights
 from harness.extensions.faults.placed.plan import PlacedPlan
-from harness.extensions.faults.zoo.divergence import OperatorEvent, first_difference, innermost_called, trace
+from harness.extensions.faults.zoo.divergence import ModuleEvent, first_difference, innermost_called, trace
 from harness.extensions.faults.zoo.models import logits, tokens
 
 FAULTS: dict[str, Callable[[nn.Module], list[PlacedPlan]]] = {
@@ -114,7 +114,7 @@ def planted(model: nn.Module, name: str, index: int) -> nn.Module:
     return faulty
 
 
-def sites(model: nn.Module, name: str, index: int, events: list[OperatorEvent]) -> tuple[str, ...]:
+def sites(model: nn.Module, name: str, index: int, events: list[ModuleEvent]) -> tuple[str, ...]:
     """Return the modules that may be blamed, of those that are called: some modules only hold a weight for others."""
     plan = FAULTS[name](model)[index]
     for site in plan.sites:

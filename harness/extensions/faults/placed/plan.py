@@ -35,7 +35,7 @@ def places(
         condition: of a module; any true value counts.
         inject: makes one module wrong.
         sites: the modules inside of it that may be blamed, by their paths in it; itself if not given.
-        blames_user: see Plan.
+        blames_user: see PlacedPlan.
     """
     matches = [(path, module) for path, module in model.named_modules() if condition(module)]
     return [

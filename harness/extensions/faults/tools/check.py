@@ -5,7 +5,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 import harness
-from harness.errors import Code, ExitStatus, HarnessError
+from harness.errors import ExitStatus
 from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
 from harness.extensions.faults.subject import ToolSubject
@@ -23,17 +23,10 @@ class _Harness:
 
     def check(self, subject: ToolSubject) -> Mapping[str, ToolAnswer]:
         """See `Tool.check`."""
-        try:
-            if subject.suite is not None:
-                subject.suite()
-                return {"harness": ToolAnswer(is_sound=True)}
-            if subject.kind is EngineKind.SERVER:
-                return {"harness": served(subject)}
-            return {"harness": answer_of(check(subject))}
-        except HarnessError as error:
-            if subject.suite is not None and error.code is not Code.PROPERTY_VIOLATED:
-                raise
-            return {"harness": ToolAnswer(is_sound=False, error=str(error))}
+        if subject.suite is not None:
+            subject.suite()
+            return {"harness": ToolAnswer(is_sound=True)}
+        return {"harness": served(subject) if subject.kind is EngineKind.SERVER else answer_of(check(subject))}
 
 
 TOOL = _Harness()

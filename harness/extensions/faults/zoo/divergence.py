@@ -13,7 +13,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorEvent:
+class ModuleEvent:
     """A module is entered, or returns."""
 
     path: str
@@ -35,9 +35,9 @@ class ValueDifference:
 
 
 @torch.no_grad()
-def trace(model: nn.Module, ids: torch.Tensor) -> list[OperatorEvent]:
+def trace(model: nn.Module, ids: torch.Tensor) -> list[ModuleEvent]:
     """Run a model over ids [1, T] without a cache; return what each module was given and what it returned."""
-    events: list[OperatorEvent] = []
+    events: list[ModuleEvent] = []
     running: list[str] = []
     returned: dict[int, tuple[str, torch.Tensor]] = {}  # by id; the tensor is held, so that its id stays its own
 
@@ -50,12 +50,12 @@ def trace(model: nn.Module, ids: torch.Tensor) -> list[OperatorEvent]:
 
     def enter(path: str, arguments: Any) -> None:
         author = running[-1] if running else ""
-        events.append(OperatorEvent(path=path, is_entry=True, author=author, values=copies(arguments)))
+        events.append(ModuleEvent(path=path, is_entry=True, author=author, values=copies(arguments)))
         running.append(path)
 
     def leave(path: str, results: Any) -> None:
         running.pop()
-        events.append(OperatorEvent(path=path, is_entry=False, author=path, values=copies(results)))
+        events.append(ModuleEvent(path=path, is_entry=False, author=path, values=copies(results)))
         returned.update({id(tensor): (path, tensor) for tensor in tensors_in(results)})
 
     with hooked(model, enter, leave):
@@ -89,7 +89,7 @@ def hooked(model: nn.Module, enter: Callable[[str, Any], None], leave: Callable[
 
 
 def first_difference(
-    sound: list[OperatorEvent], faulty: list[OperatorEvent], *, aside_from: str | None = None
+    sound: list[ModuleEvent], faulty: list[ModuleEvent], *, aside_from: str | None = None
 ) -> ValueDifference | None:
     """Return the first module whose work differs, or None if nothing does.
 
@@ -106,7 +106,7 @@ def first_difference(
     return None
 
 
-def values_but(event: OperatorEvent, maker: str | None) -> Tensors:
+def values_but(event: ModuleEvent, maker: str | None) -> Tensors:
     """Return an event's values but for those that a module returned."""
     kept = [values for made_by, values in event.values.items() if maker is None or made_by != maker]
     return [value for values in kept for value in values]
@@ -127,7 +127,7 @@ def row_distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)).max())
 
 
-def innermost_called(path: str, events: list[OperatorEvent]) -> str:
+def innermost_called(path: str, events: list[ModuleEvent]) -> str:
     """Return a path, or that of the innermost module around it which is called: some modules only hold a weight."""
     called = {event.path for event in events}
     while path and path not in called:

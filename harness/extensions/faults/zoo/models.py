@@ -1,6 +1,8 @@
 """Every decoder-only architecture of transformers as a tiny checkpoint with lively weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -12,23 +14,28 @@ from harness.extensions.faults.zoo.tiny_config import tiny_config
 NUM_TOKENS = 48
 
 
-def build(model_type: str, *, seed: int = 0) -> PreTrainedModel:
+def build(model_type: str, *, seed: int = 0, settings: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """Return a tiny model of an architecture in float32, in eval mode; the same weights for the same seed.
+
+    `settings` replace fields of its configuration.
 
     Raises:
         Exception: what transformers raises, where it cannot build the architecture at this size.
     """
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32).eval()
+        config = tiny_config(model_type)
+        if settings:
+            config = type(config)(**config.to_diff_dict() | dict(settings))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         make_lively(model, seed)
     return model
 
 
-def save(model_type: str, folder: Path, *, seed: int = 0) -> None:
+def save(model_type: str, folder: Path, *, seed: int = 0, settings: Mapping[str, Any] | None = None) -> None:
     """Write the checkpoint of an architecture into a folder: config.json, and safetensors in float32."""
     with quiet():
-        build(model_type, seed=seed).save_pretrained(folder)
+        build(model_type, seed=seed, settings=settings).save_pretrained(folder)
 
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import harness
-from harness.extensions.faults.zoo.lively import make_lively
-from harness.extensions.faults.zoo.tiny_config import tiny_config
+from harness.extensions.faults.zoo.models import build
 
 PROMPTS = [list(range(5, 40)), list(range(60, 80))]
 
@@ -58,9 +56,7 @@ def gated_after(model):
     ],
 )
 def test_a_mistake_is_named(tmp_path, family, plant, cause):
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).eval()
-    make_lively(model, 7)
+    model = build(family, seed=7)
     model.save_pretrained(tmp_path)
     plant(model)
     report = harness.check(model, model=tmp_path, prompts=PROMPTS, max_new_tokens=2, schedules=["plain"])
