@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from harness.base import plugins
 from harness.formats.taps import Kind
 from harness.judge.explain import norms
-from harness.judge.explain.any_kind import generic, settings
-from harness.judge.explain.attention import masks, misread, reads, slots, softmax, unrecorded
+from harness.judge.explain.any_kind import generic
+from harness.judge.explain.attention import biases, masks, misread, reads, slots, softmax, unrecorded
 from harness.judge.explain.cache import entries, formats
 from harness.judge.explain.core.wrong_operation import Explain
 from harness.judge.explain.edits import other_code
@@ -21,6 +21,18 @@ from harness.judge.explain.states import kept, recurrence
 
 _EMBEDDING = (embedding.not_scaled, embedding.scaled, embedding.another_token)
 _ELEMENTWISE = (activation.clamped, activation.soft_capped)
+OF_ATTENTION_PARAMETERS: Sequence[Explain] = (
+    unrecorded.rotated_otherwise,
+    unrecorded.rotated_though_none,
+    masks.causal_mask_off,
+    masks.mask_misaligned,
+    masks.wrong_window,
+    masks.padding_attended,
+    softmax.wrong_scale,
+    softmax.bias_added,
+    softmax.coarse_softmax,
+)
+"""Explanations of attention by what it is told: rotation, mask, scale."""
 EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
     Kind.EMBEDDING: _EMBEDDING,
     Kind.COPY: (wiring.other_order,),
@@ -90,15 +102,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         slots.past_the_context,
         reads.read_back,
         misread.other_rows,
-        unrecorded.rotated_otherwise,
-        unrecorded.rotated_though_none,
-        masks.causal_mask_off,
-        masks.mask_misaligned,
-        masks.wrong_window,
-        masks.padding_attended,
-        softmax.wrong_scale,
-        softmax.bias_added,
-        softmax.coarse_softmax,
+        *OF_ATTENTION_PARAMETERS,
         masks.mask_otherwise,
         softmax.scaled_after,
         softmax.over_the_heads,
@@ -144,7 +148,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         experts.other_sum,
         recurrence.wrong_state,
         *_ELEMENTWISE,
-        settings.other_biases,
+        biases.other_biases,
     ),
 }
 _WIRING: Sequence[Explain] = (wiring.other_sum, wiring.other_input)

@@ -11,6 +11,9 @@ _NUM_NARROWED, _SHRINK = 40, 0.6
 _MAX_STEPS, _NEAR_ENOUGH, _SMALL = 12, 1e-8, 1e-4
 """Steps of Gauss-Newton, the step that ends them, and the distance over which a slope is taken."""
 
+_NEAR_ONE, _ALIKE = 1.01, 0.25
+"""Factor that shows what depends on a number; share of the error's energy that lies that way, for it to be fitted."""
+
 
 def fit_by_search(grid: Sequence[float], error: Callable[[float], float]) -> float:
     """Return the positive number with the smallest error: the best one of a geometric grid, refined."""
@@ -49,3 +52,22 @@ def fit_factor(actual: torch.Tensor, under: Callable[[float], torch.Tensor | Non
     """Return a positive number as `fit_by_steps` does, by steps of its logarithm."""
     logarithm = fit_by_steps(actual, lambda at: under(math.exp(at)), math.log(start))
     return None if logarithm is None else math.exp(logarithm)
+
+
+def fit_factor_near_one(
+    actual: torch.Tensor, right: torch.Tensor, under: Callable[[float], torch.Tensor | None]
+) -> float | None:
+    """Return the factor under which rows come nearest to `actual`; None if they are off in another way.
+
+    Args:
+        actual: [R, W].
+        right: [R, W], the rows under a factor of 1.
+        under: returns the rows [R, W] under a factor; None if there are none.
+    """
+    near = under(_NEAR_ONE)
+    if near is None or torch.equal(near, right):
+        return None
+    error, slope = actual - right, near - right
+    if float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
+        return None
+    return fit_factor(actual, under, 1.0)

@@ -25,6 +25,9 @@ from harness.oracle.model import HFModel
 from harness.oracle.paired import Value, run_as_far_as
 from harness.oracle.watch import AttentionCall, Watch
 
+_SAME = 1e-5
+"""Relative distance of two runs that give the same."""
+
 
 def replay(hf: HFModel, operation: Operation, inputs: list[torch.Tensor]) -> torch.Tensor | None:
     """Return what an operation gives row by row: [rows, W] float64; None if it cannot be computed by itself.
@@ -138,6 +141,11 @@ class Rerun:
             replaced = put_back(rows, recorded.places, recorded.rows)
         self.values[tap] = (rows if replaced is None else replaced).clone()
         return replaced if replaced is None or value.places is None else replaced[value.places.to(replaced.device)]
+
+
+def is_same(output: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether a part that is run by itself gives what the model gives: to the rounding of float64."""
+    return output.shape == right.shape and float((output - right).norm()) <= _SAME * float(right.norm())
 
 
 @dataclass(slots=True)

@@ -14,8 +14,6 @@ class ToldChange:
 
     cause: str
     detail: str = ""
-    is_vague: bool = False
-    """Whether it has no term of the field: what has one and fits as well comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +31,5 @@ class ModelChange:
     """
     tell: Callable[[float], ToldChange]
     is_fitted: bool = False
+    is_vague: bool = False
+    """Whether it has no term of the field: what has one and fits as well comes first."""

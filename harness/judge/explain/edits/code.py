@@ -78,7 +78,6 @@ class SourceCode:
         return ToldChange(
             cause=cause if term is None else f"{term}: {cause}",
             detail=f"your engine computes what HF computes with this change: {self._diff(edit, factor)}",
-            is_vague=term is None,
         )
 
     def _diff(self, edit: Edit, factor: float) -> str:
@@ -100,6 +99,7 @@ class SourceCode:
                 make=partial(self.made, edit),
                 tell=partial(self.told, edit),
                 is_fitted=edit.is_fitted,
+                is_vague=term_of(edit, self.holder) is None,
             )
             for edit in self.edits()
         ]
@@ -136,7 +136,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if type(value) in (int, float) and not name.startswith("_")}
 
 
-def codes_around(wrong: WrongOperation) -> Iterator[SourceCode]:
+def _codes_around(wrong: WrongOperation) -> Iterator[SourceCode]:
     """Yield the forwards of the modules around an operation, the innermost first, and the functions that they call."""
     functions: dict[str, SourceCode] = {}
     for path in modules_around(wrong):
@@ -153,6 +153,12 @@ def codes_around(wrong: WrongOperation) -> Iterator[SourceCode]:
                 if of_function is not None:
                     functions[name] = of_function
     yield from functions.values()
+
+
+def changes_of_code(wrong: WrongOperation) -> Iterator[ModelChange]:
+    """Yield the changes of the code around an operation."""
+    for code in _codes_around(wrong):
+        yield from code.changes()
 
 
 def _methods(path: str, module: nn.Module, forward: SourceCode) -> list[SourceCode | None]:

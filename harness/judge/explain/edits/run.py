@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_map
 from harness.base.metrics import rounding_unit
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.judge.compare.evidence import PartInputs
-from harness.judge.explain.core.fit import fit_factor
-from harness.judge.explain.core.rerun import Rerun
+from harness.judge.explain.core.fit import fit_factor_near_one
+from harness.judge.explain.core.rerun import Rerun, is_same
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.edits.change import ModelChange
-from harness.judge.explain.edits.code import codes_around, modules_around
+from harness.judge.explain.edits.code import changes_of_code, modules_around
 from harness.judge.explain.edits.held import changes_of_parameters
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
 from harness.oracle.paired import PartCall
@@ -34,13 +34,10 @@ _FEW = (7, 11, 13, 17)
 """Numbers of rows that are tried first: one of them is no other size of a tensor."""
 _SOME, _ALL = 0.5, 0.85
 """Shares of rows that come out as recorded: for a change to be told, and for less likely ones to be left out."""
-_SAME = 1e-5
 _MOST_MISTAKES = 16
 """Changes that are tried of one sound operation."""
 _FALL, _ALLOWANCE = 0.5, 2.0
 """What a row's error must fall to, in shares of it and of its bound: as in the trial."""
-_SMALL, _ALIKE = 1.01, 0.25
-"""Factor by which a number is changed to see what depends on it; share of the error's energy that lies that way."""
 
 
 def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -86,17 +83,15 @@ def likely_mistakes(wrong: WrongOperation) -> Iterator[Hypothesis]:
     trials, seen, num_tried = _Trials.of(wrong), set[int](), 0
     if trials is None:
         return
-    changes = (change for code in codes_around(wrong) for change in code.changes())
-    for change in sorted(changes, key=lambda change: change.rank):
-        told = change.tell(1.0)
-        if change.is_fitted or told.is_vague:
+    for change in sorted(changes_of_code(wrong), key=lambda change: change.rank):
+        if change.is_fitted or change.is_vague:
             continue
         if (num_tried := num_tried + 1) > _MOST_MISTAKES:
             return
         output = trials.output_of_few(change)
         if output is not None and (digest := _digest(output)) not in seen:
             seen.add(digest)
-            yield Hypothesis(cause=told.cause, output=output, detail=told.detail)
+            yield Hypothesis(cause=change.tell(1.0).cause, output=output)
 
 
 def in_turns(wrong: WrongOperation) -> list[tuple[int, ModelChange]]:
@@ -105,8 +100,7 @@ def in_turns(wrong: WrongOperation) -> list[tuple[int, ModelChange]]:
     A change of the next module outwards comes with the less likely ones of the module inside of it.
     """
     paths = modules_around(wrong)
-    changes = [*changes_of_parameters(wrong, paths)]
-    changes += [change for code in codes_around(wrong) for change in code.changes()]
+    changes = [*changes_of_parameters(wrong, paths), *changes_of_code(wrong)]
     distance = {path: at for at, path in enumerate(paths) if paths[0].startswith(path)}
     numbered = [(change.rank + distance.get(change.module, 1), change) for change in changes]
     return sorted(numbered, key=lambda item: item[0])
@@ -170,7 +164,7 @@ class _Trials:
         finally:
             for handle in handles:
                 handle.remove()
-        if right.shape[1:] != wrong.expected.shape[1:] or not _is_same(right, wrong.expected[here]):
+        if not is_same(right, wrong.expected[here]):
             return None
         part = _Place(rerun, places[here], meter)
         taps = [op.tap for op in wrong.graph if op.tap in wrong.unrecorded and op.tap in rerun.values]
@@ -198,7 +192,7 @@ class _Trials:
             output=whole,
             detail=told.detail,
             num_fitted=int(change.is_fitted),
-            is_vague=told.is_vague,
+            is_vague=change.is_vague,
             tap=self._changed_tap(),
             unknown=None if bool(self.here.all()) else ~self.here,
         )
@@ -207,7 +201,7 @@ class _Trials:
         """Return the rows of the operation [R, W], a few under a change; None if it fails or changes nothing."""
         place, rows = self._few(change.module) or (self.part, torch.arange(len(self.right)))
         output = self._under(change, 1.0, place)
-        if output is None or not bool(output.any()) or _is_same(output, self.right[rows]):
+        if output is None or not bool(output.any()) or is_same(output, self.right[rows]):
             return None
         whole = self.wrong.expected.clone()
         whole[self.here.nonzero()[rows, 0]] = output
@@ -216,7 +210,7 @@ class _Trials:
     def _changed_tap(self) -> str | None:
         """Return the first tap that was not recorded and that the latest run of the part gave otherwise."""
         values = self.part.rerun.values
-        changed = (tap for tap, right in self.unrecorded.items() if not _is_same(values[tap][self.part.places], right))
+        changed = (tap for tap, right in self.unrecorded.items() if not is_same(values[tap][self.part.places], right))
         return next(changed, None)
 
     def _under(self, change: ModelChange, factor: float, place: _Place) -> torch.Tensor | None:
@@ -247,13 +241,8 @@ class _Trials:
 
     def _fitted(self, change: ModelChange) -> float | None:
         """Return the factor under which the rows come nearest to what was recorded; None if they differ otherwise."""
-        near = self._under(change, _SMALL, self.part)
-        if near is None or torch.equal(near, self.right):
-            return None
-        error, slope = self._recorded[0] - self.right, near - self.right
-        if float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
-            return None
-        return fit_factor(self._recorded[0], lambda factor: self._under(change, factor, self.part), 1.0)
+        actual, _, _ = self._recorded
+        return fit_factor_near_one(actual, self.right, lambda factor: self._under(change, factor, self.part))
 
     def _few(self, path: str) -> tuple[_Place, torch.Tensor] | None:
         if path not in self.few:
@@ -281,7 +270,7 @@ class _Trials:
                 output = place.run()
         except Exception:  # it needs to see the other rows
             return None
-        return (place, rows) if _is_same(output, self.right[rows]) else None
+        return (place, rows) if is_same(output, self.right[rows]) else None
 
 
 class _FewRows:
@@ -331,7 +320,3 @@ def _taken(item: Any, size: tuple[int, int], places: torch.Tensor) -> Any:
         return item.unflatten(0, (size[0] * size[1], -1))[places].flatten(0, 1)
     request, token = places // size[1], places % size[1]
     return item[request, token][None] if dim == 1 else item[request, :, token].transpose(0, 1)[None]
-
-
-def _is_same(output: torch.Tensor, right: torch.Tensor) -> bool:
-    return output.shape == right.shape and float((output - right).norm()) <= _SAME * float(right.norm())

@@ -18,8 +18,7 @@ from harness.judge.explain.causes import stages_of
 from harness.judge.explain.core.wrong_operation import Explain, Hypothesis, WrongOperation
 from harness.judge.explain.trial.description import pattern
 from harness.judge.explain.trial.not_finite import not_finite
-from harness.judge.explain.trial.unrecorded import EXPLANATIONS as OF_UNRECORDED
-from harness.judge.explain.trial.unrecorded import unrecorded_operation
+from harness.judge.explain.trial.unrecorded import OF_UNRECORDED_ATTENTION, unrecorded_attention
 from harness.results.check import Explanation
 
 _FALL = 0.5
@@ -174,7 +173,7 @@ def rank_hypotheses(wrong: WrongOperation, scope: str) -> Explanation:
                 return explanation
         return not_finite(wrong, scope)
     failures = list[str]()
-    unrecorded, order = unrecorded_operation(wrong) or (None, None)
+    unrecorded, order = unrecorded_attention(wrong) or (None, None)
     if order is not None:
         wrong = wrong.take(order)
     return with_failures(_ranked(wrong, unrecorded, failures, scope), failures)
@@ -211,7 +210,7 @@ def _best(
             break  # what can be said of any operation says less
         trials = list(_trials(stage, wrong, wrong, failures))
         if unrecorded is not None and not number:
-            trials = [*_trials(OF_UNRECORDED[unrecorded.operation.kind], unrecorded, wrong, failures), *trials]
+            trials = [*_trials(OF_UNRECORDED_ATTENTION, unrecorded, wrong, failures), *trials]
         asserted = [trial for trial in trials if trial.is_cause and not trial.hypothesis.is_fallback]
         fallback = fallback or next((t for t in trials if t.is_cause and t.hypothesis.is_fallback), None)
         leader = best

@@ -1,94 +1,61 @@
 """Attention that was not recorded, and that another operation was judged through: the mistake may be its own.
 
-`R` rows, `W` elements of a row of such an operation, `V` elements of a row of the one that was judged.
+`R` rows, `W` elements of a row of attention, `V` elements of a row of the operation that was judged.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.evidence import histories
-from harness.judge.explain.attention import masks, softmax, unrecorded
-from harness.judge.explain.core.rerun import Rerun
+from harness.judge.explain.attention import softmax
+from harness.judge.explain.causes import OF_ATTENTION_PARAMETERS
 from harness.judge.explain.core.wrong_operation import Downstream, Explain, WrongOperation
 
-EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
-    Kind.ATTENTION: (
-        unrecorded.rotated_otherwise,
-        unrecorded.rotated_though_none,
-        masks.causal_mask_off,
-        masks.mask_misaligned,
-        masks.wrong_window,
-        masks.padding_attended,
-        softmax.wrong_scale,
-        softmax.bias_added,
-        softmax.coarse_softmax,
-        softmax.left_out,
-        softmax.other_cap,
-        softmax.other_sinks,
-    ),
-}
-"""Explanations for what was not recorded: its parameters, not its kernel."""
+OF_UNRECORDED_ATTENTION: Sequence[Explain] = (
+    *OF_ATTENTION_PARAMETERS,
+    softmax.left_out,
+    softmax.other_cap,
+    softmax.other_sinks,
+)
+"""Explanations for attention that was not recorded: its parameters, not its kernel."""
 
 
-def unrecorded_operation(wrong: WrongOperation) -> tuple[WrongOperation, torch.Tensor] | None:
+def unrecorded_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.Tensor] | None:
     """Return the attention that an operation was judged through, and which wrong rows it has.
 
     None if there is none, or several.
     """
-    between = [wrong.graph[tap] for tap in wrong.unrecorded if wrong.graph[tap].kind in EXPLANATIONS]
-    if len(between) != 1 or wrong.rerun is None or wrong.views:
+    between = [wrong.graph[tap] for tap in wrong.unrecorded if wrong.graph[tap].kind is Kind.ATTENTION]
+    rerun = wrong.rerun if len(between) == 1 and not wrong.views else None
+    if rerun is None:
         return None
-    operation, places = between[0], wrong.rerun.places(wrong.rows)
-    wrong.rerun.run()
-    if operation.tap not in wrong.rerun.values or bool((places < 0).all()):
-        return None
-    return _attention(wrong, wrong.rerun, operation, places)
-
-
-def _attention(
-    wrong: WrongOperation, rerun: Rerun, attention: Operation, places: torch.Tensor
-) -> tuple[WrongOperation, torch.Tensor] | None:
-    if attention.tap not in rerun.calls:
+    attention, places = between[0], rerun.places(wrong.rows)
+    rerun.run()
+    if attention.tap not in rerun.calls or attention.tap not in rerun.values or bool((places < 0).all()):
         return None
     views, kept = histories(rerun.part_inputs.batch, rerun.calls[attention.tap], places[places >= 0])
     where = {place: at for at, place in enumerate(places.tolist())}
     order = torch.tensor([where[place] for place in kept.tolist()])
-    inner = _inner(wrong, rerun, attention, kept, order)
-    if _is_direct(wrong, attention):
-        error = wrong.actual[order] - wrong.expected[order]
-        inner = replace(inner, actual=_guess(wrong, error, inner.expected))
-    return replace(inner, views=views), order
+    expected = rerun.values[attention.tap][kept.to(rerun.hf.device)].flatten(1).to("cpu", torch.float64)
+    behind, is_direct = wrong.take(order), _is_direct(wrong, attention)
 
+    def push(context: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        direct = wrong.replay([context], behind.positions[rows]) if is_direct else None
+        return rerun.run({attention.tap: (kept[rows], context)})[kept[rows]] if direct is None else direct
 
-def _inner(
-    wrong: WrongOperation,
-    rerun: Rerun,
-    operation: Operation,
-    places: torch.Tensor,
-    order: torch.Tensor,
-) -> WrongOperation:
-    """Return the operation at some places, with what was recorded after it."""
-    behind, expected = wrong.take(order), _rows(rerun, operation.tap, places)
-
-    def push(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        direct = wrong.replay([output], behind.positions[rows]) if _is_direct(wrong, operation) else None
-        return rerun.run({operation.tap: (places[rows], output)})[places[rows]] if direct is None else direct
-
-    return replace(
+    inner = replace(
         behind,
-        operation=operation,
-        actual=expected,
+        operation=attention,
+        actual=_guess(wrong, behind.actual - behind.expected, expected) if is_direct else expected,
         expected=expected,
         inputs=[],
-        downstream=Downstream(tap=operation.tap, actual=behind.actual, push=push),
+        views=views,
+        downstream=Downstream(tap=attention.tap, actual=behind.actual, push=push),
     )
-
-
-def _rows(rerun: Rerun, tap: str, places: torch.Tensor) -> torch.Tensor:
-    return rerun.values[tap][places.to(rerun.hf.device)].flatten(1).to("cpu", torch.float64)
+    return inner, order
 
 
 def _is_direct(wrong: WrongOperation, operation: Operation) -> bool:

@@ -4,23 +4,15 @@ import pytest
 import torch
 
 import harness
-from harness.extensions.faults.zoo.lively import make_lively
-from harness.extensions.faults.zoo.tiny_config import tiny_config
+from harness.extensions.faults.zoo.models import build
 
 PROMPTS = [list(range(5, 40)), list(range(60, 80))]
 
 
 def model_of(family, folder):
     """A tiny model, written to the folder, that is the engine too."""
-    from transformers import AutoModelForCausalLM
-
-    config = tiny_config(family)
-    if family == "falcon":
-        options = {"alibi": True, "multi_query": False, "parallel_attn": False, "new_decoder_architecture": False}
-        config = type(config)(**config.to_diff_dict() | options)
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    make_lively(model, 7)
+    options = {"alibi": True, "multi_query": False, "parallel_attn": False, "new_decoder_architecture": False}
+    model = build(family, seed=7, settings=options if family == "falcon" else None)
     model.save_pretrained(folder)
     return model
 

@@ -15,14 +15,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from harness.judge.explain.core.fit import fit_factor
+from harness.judge.explain.core.fit import fit_factor_near_one
+from harness.judge.explain.core.rerun import is_same
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
-_SMALL = 1.01
-"""Factor by which a bias is changed to see whether the operation depends on it."""
-_ALIKE = 0.25
-"""Share of the error's energy that lies in the direction in which the bias moves the rows, for it to be fitted."""
-NAMED = 2e-3
+_NAMED = 2e-3
 """Relative distance up to which a fitted number is one that has been tried."""
 _MASK = "attention_mask"
 _NAMES = ("alibi", "position_bias", _MASK)
@@ -32,7 +29,7 @@ _HIDDEN = -1e4
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def ran_again(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _ran_again(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return where the rows stand in the batch, and what the part gives there, run by itself; None where it cannot."""
     rerun = wrong.rerun
     if rerun is None or wrong.downstream is not None:
@@ -41,39 +38,7 @@ def ran_again(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor] | None
     if bool((places < 0).any()):
         return None
     rerun_rows = rerun.run()[places]
-    if rerun_rows.shape != wrong.expected.shape or float((rerun_rows - wrong.expected).norm()) > 1e-5 * float(
-        rerun_rows.norm()
-    ):
-        return None  # the part, run by itself, is not what the model ran
-    return places, rerun_rows
-
-
-def fitted_setting(
-    wrong: WrongOperation, under: Callable[[float], torch.Tensor | None], value: float, rerun_rows: torch.Tensor
-) -> float | None:
-    """Return the value of a setting under which the rows come out nearest; None if the error is another.
-
-    Args:
-        wrong: the rows that are wrong.
-        under: returns the rows under a value of the setting.
-        value: of the setting in HF.
-        rerun_rows: the rows under that value.
-    """
-    near = _nudged(under, value, rerun_rows) if value > 0 else None
-    if near is None:
-        return None
-    error, slope = wrong.actual - rerun_rows, (near - rerun_rows) / math.log(_SMALL)
-    if float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
-        return None
-    return fit_factor(wrong.actual, under, value)
-
-
-def _nudged(
-    under: Callable[[float], torch.Tensor | None], value: float, rerun_rows: torch.Tensor
-) -> torch.Tensor | None:
-    """Return the rows under a value beside a setting's own; None if they do not depend on it."""
-    near = under(value * _SMALL)
-    return None if near is None or torch.equal(near, rerun_rows) else near
+    return (places, rerun_rows) if is_same(wrong.expected, rerun_rows) else None
 
 
 def other_biases(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -83,7 +48,7 @@ def other_biases(wrong: WrongOperation) -> Iterator[Hypothesis]:
     reverse order, of the head before or after, *value* times what it should be (added after the scores are scaled, or
     before; its exponents begin at 0 or 2).
     """
-    num_heads, reran = getattr(wrong.config, "num_attention_heads", None), ran_again(wrong)
+    num_heads, reran = getattr(wrong.config, "num_attention_heads", None), _ran_again(wrong)
     if num_heads is None or reran is None:
         return
     places, rerun_rows = reran
@@ -92,8 +57,8 @@ def other_biases(wrong: WrongOperation) -> Iterator[Hypothesis]:
             continue  # nothing is computed with it
         for how, change in _ways(num_heads).items():
             yield Hypothesis(cause=f"{bias.label} {how}", output=bias.under(change))
-        factor = fitted_setting(wrong, bias.times, 1.0, rerun_rows)
-        if factor is not None and factor > NAMED and abs(factor - 1) > NAMED:
+        factor = fit_factor_near_one(wrong.actual, rerun_rows, bias.times)
+        if factor is not None and factor > _NAMED and abs(factor - 1) > _NAMED:
             cause = f"{bias.label} is {factor:.4g} times what it should be{_why(wrong, factor)}"
             yield Hypothesis(cause=cause, output=bias.times(factor), num_fitted=1)
 
@@ -161,7 +126,7 @@ def _why(wrong: WrongOperation, factor: float) -> str:
         "the exponents of the slopes begin at 0 instead of 1": slope,
         "the exponents of the slopes begin at 2 instead of 1": 1 / slope,
     }
-    fitting = [why for why, number in reasons.items() if math.isclose(factor, number, rel_tol=NAMED)]
+    fitting = [why for why, number in reasons.items() if math.isclose(factor, number, rel_tol=_NAMED)]
     return f": {', or '.join(fitting)}" if fitting else ""
 
 
