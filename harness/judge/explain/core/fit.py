@@ -13,6 +13,8 @@ _MAX_STEPS, _NEAR_ENOUGH, _SMALL = 12, 1e-8, 1e-4
 
 _NEAR_ONE, _ALIKE = 1.01, 0.25
 """Factor that shows what depends on a number; share of the error's energy that lies that way, for it to be fitted."""
+_FEW_CALLS, _LEFT = 6, 0.5
+"""Rows that are computed before the best of them must have come nearer, and the share of the error that they leave."""
 
 
 def fit_by_search(grid: Sequence[float], error: Callable[[float], float]) -> float:
@@ -70,4 +72,11 @@ def fit_factor_near_one(
     error, slope = actual - right, near - right
     if float((error * slope).sum()) ** 2 < _ALIKE * float(error.square().sum() * slope.square().sum()):
         return None
-    return fit_factor(actual, under, 1.0)
+    left = list[float]()
+
+    def nearer(factor: float) -> torch.Tensor | None:
+        rows = None if len(left) >= _FEW_CALLS and min(left) > _LEFT else under(factor)
+        left.append(math.inf if rows is None else float((actual - rows).norm() / error.norm()))
+        return rows
+
+    return fit_factor(actual, nearer, 1.0)

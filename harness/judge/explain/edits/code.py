@@ -3,14 +3,16 @@
 import ast
 import difflib
 import inspect
+import sys
 import textwrap
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from harness.judge.explain.edits.written_out import WRITTEN_OUT
 
 _MOST_ALTERNATIVES = 12
 """Maximum number of neighbouring settings that one setting is exchanged with."""
+LinesRun = Mapping[CodeType, set[int]]
+"""Lines that ran of each function, by their numbers in its file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,8 @@ class SourceCode:
         ]
         return " | ".join(f"{line[0]} {line[1:].strip()}" for line in lines[:4])
 
-    def changes(self) -> list[ModelChange]:
-        """Return the changes of the function, the likely ones first."""
+    def changes(self, lines: LinesRun | None = None) -> list[ModelChange]:
+        """Return the changes of the function, or of its statements that ran, the likely ones first."""
         return [
             ModelChange(
                 module=self.module,
@@ -101,19 +105,44 @@ class SourceCode:
                 is_fitted=edit.is_fitted,
                 is_vague=term_of(edit, self.holder) is None,
             )
-            for edit in self.edits()
+            for edit in self.edits(lines)
         ]
 
-    def edits(self) -> list[Edit]:
-        """Return the changes of the function, the likely ones first."""
-        if not isinstance(self.holder, nn.Module):
-            return _edits(self.function, ())
-        return _edits(self.function, tuple(_alternatives(self.holder)))
+    def edits(self, lines: LinesRun | None = None) -> list[Edit]:
+        """Return the changes of the function, or of its statements that ran, the likely ones first."""
+        ran = None
+        if lines is not None and self.function not in WRITTEN_OUT.values():
+            ran = frozenset(line - self.first + 1 for line in lines.get(self.function.__code__, ()))
+        if ran is not None and not ran:
+            return []
+        alternatives = _alternatives(self.holder) if isinstance(self.holder, nn.Module) else ()
+        return _edits(self.function, tuple(alternatives), ran)
+
+
+@contextmanager
+def lines_run() -> Iterator[LinesRun]:
+    """Collect the lines of HF's code that run in the block."""
+    lines = defaultdict[CodeType, set[int]](set)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "call" and not frame.f_globals.get("__name__", "").startswith("transformers."):
+            return None
+        lines[frame.f_code].add(frame.f_lineno)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
 
 
 @cache
-def _edits(function: FunctionType, alternatives: tuple[tuple[str, tuple[str, ...]], ...]) -> list[Edit]:
-    return edits_of(parsed(function)[0], dict(alternatives))
+def _edits(
+    function: FunctionType, alternatives: tuple[tuple[str, tuple[str, ...]], ...], ran: frozenset[int] | None
+) -> list[Edit]:
+    return edits_of(parsed(function)[0], dict(alternatives), ran)
 
 
 def _alternatives(holder: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -155,10 +184,10 @@ def _codes_around(wrong: WrongOperation) -> Iterator[SourceCode]:
     yield from functions.values()
 
 
-def changes_of_code(wrong: WrongOperation) -> Iterator[ModelChange]:
-    """Yield the changes of the code around an operation."""
+def changes_of_code(wrong: WrongOperation, lines: LinesRun) -> Iterator[ModelChange]:
+    """Yield the changes of the code around an operation, as far as it ran."""
     for code in _codes_around(wrong):
-        yield from code.changes()
+        yield from code.changes(lines)
 
 
 def _methods(path: str, module: nn.Module, forward: SourceCode) -> list[SourceCode | None]:
@@ -222,13 +251,14 @@ def _called(code: SourceCode) -> Iterator[tuple[str, FunctionType]]:
 
 
 def modules_around(wrong: WrongOperation) -> list[str]:
-    """Return the modules around an operation, the innermost first, and those inside of the first two that are no taps.
+    """Return the modules around an operation, the innermost first, and those inside of the first two without a row.
 
-    A convolution or a product that HF computes by a function is a module that holds a weight and is never called.
+    A convolution or a product that HF computes by a function is a module that holds a weight and is never called. What
+    was recorded of a module is not computed from its code.
     """
     assert wrong.rerun is not None
     path, part = wrong.operation.module, wrong.rerun.part_inputs.call.path
-    taps = {operation.module for operation in wrong.graph}
+    taps = {op.module for op in wrong.graph} - {op.module for op in wrong.graph if op.tap in wrong.unrecorded}
     around = list[str]()
     while path == part or path.startswith(f"{part}."):
         around.append(path)

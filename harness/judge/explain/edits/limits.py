@@ -27,12 +27,16 @@ class TooMuchError(BaseException):
 class Meter(TorchFunctionMode):
     """Adds up what the functions of a program make, and ends the program beyond its limits.
 
-    A function whose result may be too large is called on shapes alone first.
+    A function whose result may be too large is called on shapes alone first, once for the same shapes.
     """
 
-    def __init__(self, *, max_bytes: float = float("inf"), max_seconds: float = float("inf")) -> None:
+    def __init__(
+        self, *, max_bytes: float = float("inf"), max_seconds: float = float("inf"), small: set[Any] | None = None
+    ) -> None:
         super().__init__()
         self.num_bytes, self.taken = 0, 0.0
+        self.small = set[Any]() if small is None else small
+        """Functions with the shapes of tensors of which they make little."""
         self._max_bytes, self._begin, self._max_seconds = max_bytes, time.thread_time(), max_seconds
 
     def __exit__(self, *error: Any) -> None:
@@ -45,8 +49,11 @@ class Meter(TorchFunctionMode):
         if time.thread_time() - self._begin > self._max_seconds:
             raise TooMuchError
         if self._may_be_large(func, args):
-            with torch._C.DisableTorchFunction():
-                self._count(_on_shapes(func, args, kwargs or {}), is_kept=False)
+            call = func, tuple(item.shape if isinstance(item, torch.Tensor) else None for item in args)
+            if func in _GROWING or call not in self.small:
+                with torch._C.DisableTorchFunction():
+                    self._count(_on_shapes(func, args, kwargs or {}), is_kept=False)
+                self.small.add(call)
         result = func(*args, **(kwargs or {}))
         self._count(result)
         return result
@@ -54,11 +61,19 @@ class Meter(TorchFunctionMode):
     def _may_be_large(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         if func in _GROWING:
             return self._max_bytes < float("inf")
-        sizes = sorted(item.numel() for item in args if isinstance(item, torch.Tensor))
-        return len(sizes) > 1 and 8 * sizes[-1] * sizes[-2] > self._max_bytes
+        largest, second = 0, 0
+        for item in args:
+            if isinstance(item, torch.Tensor):
+                second, largest = sorted((second, largest, item.numel()))[1:]
+        return 8 * largest * second > self._max_bytes
 
     def _count(self, result: Any, *, is_kept: bool = True) -> None:
-        made = sum(item.nbytes for item in tree_iter(result) if isinstance(item, torch.Tensor))
+        if isinstance(result, torch.Tensor):
+            made = result.nbytes
+        elif isinstance(result, bool | int | float | None):
+            return
+        else:
+            made = sum(item.nbytes for item in tree_iter(result) if isinstance(item, torch.Tensor))
         if self.num_bytes + made > self._max_bytes:
             raise TooMuchError
         self.num_bytes += made if is_kept else 0
@@ -76,4 +91,5 @@ def _on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def limited(right: Meter) -> Meter:
     """Return a meter with the limits of a trial, by what the right program took."""
-    return Meter(max_bytes=_MORE * right.num_bytes + _SPARE_BYTES, max_seconds=_LONGER * right.taken + _SPARE_SECONDS)
+    max_bytes, max_seconds = _MORE * right.num_bytes + _SPARE_BYTES, _LONGER * right.taken + _SPARE_SECONDS
+    return Meter(max_bytes=max_bytes, max_seconds=max_seconds, small=right.small)

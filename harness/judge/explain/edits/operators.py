@@ -3,7 +3,8 @@
 import ast
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,13 +64,16 @@ _OF_WEIGHTS = ("{0} / {0}.sum(-1, keepdim=True)", "{0}.softmax(-1)")
 """What may be made of weights or scores before they are used."""
 _OTHER_OPERATORS = {
     ast.Add: (ast.Sub, ast.Mult), ast.Sub: (ast.Add,), ast.Mult: (ast.Add, ast.Div), ast.Div: (ast.Mult,),
-    ast.Pow: (ast.Mult,),
+    ast.Pow: (ast.Mult,), ast.MatMult: (ast.Mult,),
 }  # fmt: skip
 _OTHER_COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is,
 }  # fmt: skip
-_OF_SETTINGS = ("1", "0", "{0} * {0}", "1 / {0}", "-{0}", "{0} + 1", "{0} - 1", "1e-5", "1e-6")
+_OF_SETTINGS = (
+    "1", "0", "{0} * {0}", "1 / {0}", "-{0}", "{0} + 1", "{0} - 1", "{0} * 2", "{0} / 2", "{0} * 10", "{0} / 10",
+    "1e-5", "1e-6",
+)  # fmt: skip
 _COMPUTING = ast.Assign | ast.AugAssign | ast.If | ast.For | ast.Expr
 _DTYPES = ("bfloat16", "float16")
 _FARTHEST_MOVE = 8
@@ -101,23 +105,28 @@ _Replacement = tuple[int, Any, str]
 """Rank, new node and description. No node removes a statement; a list of them is the whole body."""
 
 
-def edits_of(program: ast.Module, alternatives: Mapping[str, Sequence[str]] | None = None) -> list[Edit]:
+def edits_of(
+    program: ast.Module, alternatives: Mapping[str, Sequence[str]] | None = None, ran: Set[int] | None = None
+) -> list[Edit]:
     """Return the changes of a program, the likely ones first.
 
     Args:
         program: the definition of a function.
         alternatives: expressions by those in whose place they may stand: another module of the same shape, a
             neighbouring setting.
+        ran: lines that ran: only statements that have one are changed. None for all.
     """
     called = {id(node.func) for node in ast.walk(program) if isinstance(node, ast.Call)}
     names, edits = _Names(program), list[Edit]()
-    for parent, field, at, node in _places(program):
+    for parent, field, at, node in _places(program, ran):
         for rank, new, words in _changes(node, names, alternatives or {}, is_called=id(node) in called):
             slot, moved = (parent, field, at), node
             if isinstance(new, list):
                 slot = (node, "orelse" if words.endswith(_IN_ELSE) else "body", None)
                 moved = next(old for old, item in zip(getattr(node, slot[1]), new, strict=True) if old is not item)
                 words = words.removesuffix(_IN_ELSE)
+                if ran is not None and not _is_run(moved, ran):
+                    continue
             else:
                 new = ast.fix_missing_locations(ast.copy_location(ast.Pass() if new is None else new, node))
             line = getattr(moved, "lineno", 1)
@@ -148,16 +157,27 @@ def _put(edit: Edit, node: Any) -> None:
         getattr(edit.parent, edit.field)[edit.at] = node
 
 
-def _places(program: ast.Module) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Yield each node of the function's body with its parent, field and index, the outer ones first."""
-    for parent in ast.walk(program):
+def _places(program: ast.Module, ran: Set[int] | None) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
+    """Yield each node of the statements that ran with its parent, field and index, the outer ones first."""
+    parents = deque[ast.AST]([program])
+    while parents:
+        parent = parents.popleft()
         for field, value in ast.iter_fields(parent):
             if isinstance(parent, ast.FunctionDef) and field != "body":
                 continue  # arguments and annotations
-            if isinstance(value, ast.AST):
-                yield parent, field, None, value
-            elif isinstance(value, list):
-                yield from ((parent, field, at, item) for at, item in enumerate(value) if isinstance(item, ast.AST))
+            for at, item in enumerate(value) if isinstance(value, list) else ((None, value),):
+                if isinstance(item, ast.AST) and (ran is None or _is_run(item, ran)):
+                    parents.append(item)
+                    yield parent, field, at, item
+
+
+def _is_run(node: ast.AST, ran: Set[int]) -> bool:
+    """Whether a line of a statement, or of the head of a block, is among those that ran; true of what is inside."""
+    if not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef):
+        return True
+    body = getattr(node, "body", None)
+    end = (node.end_lineno or node.lineno) if body is None else max(node.lineno, body[0].lineno - 1)
+    return not ran.isdisjoint(range(node.lineno, end + 1))
 
 
 def _choices(program: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -254,8 +274,11 @@ def _of_statement(node: ast.AST, names: _Names) -> Iterator[_Replacement]:
         case ast.If(test=test):
             changed = ast.If(test=_expression(f"not ({ast.unparse(test)})"), body=node.body, orelse=node.orelse)
             yield LIKELY, changed, "takes the other branch"
-        case ast.AugAssign():
+        case ast.AugAssign(op=operator):
             yield LIKELY, None, "is left out"
+            for kind in _OTHER_OPERATORS.get(type(operator), ()):
+                updated = ast.AugAssign(node.target, kind(), node.value)
+                yield POSSIBLE, updated, f"is `{ast.unparse(updated)}`"
         case ast.Assign(targets=[ast.Name(id=name)], value=value):
             is_updated = any(isinstance(item, ast.Name) and item.id == name for item in ast.walk(value))
             if is_updated or names.are_known(node, [name]):
@@ -302,6 +325,9 @@ def _of_expression(node: ast.AST) -> Iterator[_Replacement]:
             changed = copy.copy(node)
             changed.ops = [_OTHER_COMPARISONS[type(operator)]()]
             yield POSSIBLE, changed, f"is `{ast.unparse(changed)}`"
+        case ast.BoolOp(op=operator, values=values):
+            joined = ast.BoolOp(ast.Or() if isinstance(operator, ast.And) else ast.And(), values)
+            yield POSSIBLE, joined, f"is `{ast.unparse(joined)}`"
         case ast.Constant(value=bool() as switch):
             yield LIKELY, ast.Constant(not switch), f"is {not switch}"
         case ast.Constant(value=int() | float() as number):
@@ -386,7 +412,7 @@ def _of_operation(node: ast.BinOp) -> Iterator[_Replacement]:
     for operator in _OTHER_OPERATORS.get(type(node.op), ()):
         changed = ast.BinOp(node.left, operator(), node.right)
         yield POSSIBLE, changed, f"is `{ast.unparse(changed)}`"
-    if isinstance(node.op, ast.Sub | ast.Div):
+    if isinstance(node.op, ast.Sub | ast.Div | ast.MatMult):
         changed = ast.BinOp(node.right, node.op, node.left)
         yield POSSIBLE, changed, f"is `{ast.unparse(changed)}`"
 
@@ -451,6 +477,10 @@ def _of_call(node: ast.Call) -> Iterator[_Replacement]:
         without = copy.copy(node)
         without.args = [*node.args[:at], ast.Constant(None), *node.args[at + 1 :]]
         yield POSSIBLE, without, f"has no `{ast.unparse(argument)}`"
+    for at, keyword in enumerate(node.keywords):
+        without = copy.copy(node)
+        without.keywords = [*node.keywords[:at], *node.keywords[at + 1 :]]
+        yield POSSIBLE, without, f"has no `{ast.unparse(keyword)}`"
     if len(inside) > 1 and not is_method:
         exchanged = copy.copy(node)
         exchanged.args = [*node.args[1::-1], *node.args[2:]]

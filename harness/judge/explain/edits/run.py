@@ -24,7 +24,7 @@ from harness.judge.explain.core.fit import fit_factor_near_one
 from harness.judge.explain.core.rerun import Rerun, is_same
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.edits.change import ModelChange
-from harness.judge.explain.edits.code import changes_of_code, modules_around
+from harness.judge.explain.edits.code import LinesRun, changes_of_code, lines_run, modules_around
 from harness.judge.explain.edits.held import changes_of_parameters
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
 from harness.oracle.paired import PartCall
@@ -52,7 +52,7 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if budget is None or trials is None:
         return
     with budget.spent():
-        seen, changes, first = set[int](), in_turns(wrong), None
+        seen, changes, first = set[int](), in_turns(wrong, trials.lines), None
     for number, (likelihood, change) in enumerate(changes):
         if first is not None and likelihood > first:
             break  # what is less likely and fits as well would say less
@@ -83,7 +83,7 @@ def likely_mistakes(wrong: WrongOperation) -> Iterator[Hypothesis]:
     trials, seen, num_tried = _Trials.of(wrong), set[int](), 0
     if trials is None:
         return
-    for change in sorted(changes_of_code(wrong), key=lambda change: change.rank):
+    for change in sorted(changes_of_code(wrong, trials.lines), key=lambda change: change.rank):
         if change.is_fitted or change.is_vague:
             continue
         if (num_tried := num_tried + 1) > _MOST_MISTAKES:
@@ -94,13 +94,13 @@ def likely_mistakes(wrong: WrongOperation) -> Iterator[Hypothesis]:
             yield Hypothesis(cause=change.tell(1.0).cause, output=output)
 
 
-def in_turns(wrong: WrongOperation) -> list[tuple[int, ModelChange]]:
+def in_turns(wrong: WrongOperation, lines: LinesRun) -> list[tuple[int, ModelChange]]:
     """Return the changes around an operation: what is likely and near comes first, with a number for how much.
 
     A change of the next module outwards comes with the less likely ones of the module inside of it.
     """
     paths = modules_around(wrong)
-    changes = [*changes_of_parameters(wrong, paths), *changes_of_code(wrong)]
+    changes = [*changes_of_parameters(wrong, paths), *changes_of_code(wrong, lines)]
     distance = {path: at for at, path in enumerate(paths) if paths[0].startswith(path)}
     numbered = [(change.rank + distance.get(change.module, 1), change) for change in changes]
     return sorted(numbered, key=lambda item: item[0])
@@ -138,6 +138,7 @@ class _Trials:
     """[n, ...] of each tap at these rows that was not recorded, in the order of the run."""
     arguments: dict[str, tuple[Any, Any]]
     """By module, what it was called with first."""
+    lines: LinesRun
     few: dict[str, tuple[_Place, torch.Tensor] | None] = field(default_factory=dict)
     """By module: where to run it on a few rows, and their numbers [F] in the batch; None if it cannot be."""
     num_ended: int = 0
@@ -159,7 +160,7 @@ class _Trials:
         ]
         meter = Meter()
         try:
-            with meter:
+            with meter, lines_run() as lines:
                 right = rerun.run()[places[here]]
         finally:
             for handle in handles:
@@ -169,7 +170,9 @@ class _Trials:
         part = _Place(rerun, places[here], meter)
         taps = [op.tap for op in wrong.graph if op.tap in wrong.unrecorded and op.tap in rerun.values]
         unrecorded = {tap: rerun.values[tap][places[here]] for tap in taps}
-        return cls(wrong=wrong, here=here, part=part, right=right, unrecorded=unrecorded, arguments=arguments)
+        return cls(
+            wrong=wrong, here=here, part=part, right=right, unrecorded=unrecorded, arguments=arguments, lines=lines
+        )
 
     def hypothesis(self, change: ModelChange) -> Hypothesis | None:
         """Return what a change gives; None if that is not what was recorded, or the changed code does not run."""
@@ -208,9 +211,13 @@ class _Trials:
         return whole
 
     def _changed_tap(self) -> str | None:
-        """Return the first tap that was not recorded and that the latest run of the part gave otherwise."""
-        values = self.part.rerun.values
-        changed = (tap for tap, right in self.unrecorded.items() if not is_same(values[tap][self.part.places], right))
+        """Return the first tap that was not recorded and that the latest run of the part gave otherwise, or not."""
+        values, places = self.part.rerun.values, self.part.places
+        changed = (
+            tap
+            for tap, right in self.unrecorded.items()
+            if tap not in values or not is_same(values[tap][places], right)
+        )
         return next(changed, None)
 
     def _under(self, change: ModelChange, factor: float, place: _Place) -> torch.Tensor | None:

@@ -79,8 +79,8 @@ _OF_GATED_PRODUCTS = (
     (r"is `\S*act\w*\([^ ]*up[^ ]*\) \* .*gate.*`", "gate and up are swapped: the activation is applied to up"),
     (r"is `\S*act\w*\(.*gate.* \* .*up.*\)`", "the activation is applied to the product"),
     (r"is `.*act\w*\(.*gate.*\) \+ .*up.*`", "act(gate) and up are added instead of multiplied"),
-    (r"is `[^*]*act[^*]*`", "the product with up is missing"),
-    (r"is `[^*]*up[^*]*`", "the gate is missing"),
+    (r"is `[^*/]*act[^*/]*`", "the product with up is missing"),
+    (r"is `[^*/]*up[^*/]*`", "the gate is missing"),
 )
 """What becomes of act(gate) * up."""
 _BRANCHES = (

@@ -70,7 +70,8 @@ class Trial:
         error = (wrong.actual - hypothesis.output).norm(dim=1)
         relative = torch.where(error == 0, 0.0, error / hypothesis.output.norm(dim=1))
         residual = (relative / rounding_unit(wrong.dtype)).nan_to_num(nan=torch.inf)
-        holds = (residual <= hypothesis.allowance * bound) & (residual <= _FALL * wrong.roundings)
+        least = torch.where(wrong.bound > 0, 0.0, _EXACT_ALLOWANCE)
+        holds = (residual <= (hypothesis.allowance * bound).clamp(min=least)) & (residual <= _FALL * wrong.roundings)
         num_rows = len(wrong.actual[holds].unique(dim=0)) if bool(holds.any()) else 0  # copies of a row count once
         num_values = num_rows * wrong.num_elements
         is_near = bool(holds.any()) and float((wrong.roundings / bound)[holds].median()) < _NEAR
@@ -222,7 +223,7 @@ def _best(
         for trial in (trial for trial in trials if not trial.hypothesis.is_fallback):
             if bool(trial.holds.any()) and (observed is None or _says_more(trial, observed)):
                 observed = trial
-    if best is None or _is_beaten(best, observed):
+    if best is None or (_is_beaten(best, observed) and not _leaves_nothing(best, wrong)):
         return fallback, [], observed
     named = _name_of(best, group, wrong)
     return named, _equals(named, group, wrong), observed
@@ -278,9 +279,13 @@ def _says_more(trial: Trial, observed: Trial) -> bool:
 
 def _is_perfect(trial: Trial, wrong: WrongOperation) -> bool:
     """Whether nothing is left that another explanation could explain better."""
+    return trial.hypothesis.num_fitted == 0 and _leaves_nothing(trial, wrong)
+
+
+def _leaves_nothing(trial: Trial, wrong: WrongOperation) -> bool:
+    """Whether every row is within its bound under a cause: what a number of each row takes off is rounding."""
     allowance = torch.where(wrong.bound > 0, wrong.bound.clamp(min=1), _EXACT_ALLOWANCE)
-    is_left = ~trial.holds | (trial.residual > allowance)
-    return trial.hypothesis.num_fitted == 0 and not bool(is_left.any())
+    return bool((trial.holds & (trial.residual <= allowance)).all())
 
 
 def _no_cause(wrong: WrongOperation, weak: Trial | None, scope: str) -> Explanation:

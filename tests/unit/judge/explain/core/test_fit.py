@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from harness.judge.explain.core.fit import fit_by_search, fit_by_steps, fit_factor
+from harness.judge.explain.core.fit import fit_by_search, fit_by_steps, fit_factor, fit_factor_near_one
 
 from ..toys import random
 
@@ -64,3 +64,17 @@ def test_a_step_is_one_at_most():
     asked = []
     fit_by_steps(9 * ROWS, lambda item: asked.append(item) or item * ROWS)
     assert asked[::2][:4] == pytest.approx([0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(("number", "num_asked"), [(1.4, 30), (None, 8)])
+def test_a_factor_that_does_not_bring_rows_nearer_is_given_up(number, num_asked):
+    """Half of the error lies along the slope, and none of it goes away."""
+    asked, noise = [], random(5, 4, seed=3)
+
+    def under(factor):
+        asked.append(factor)
+        return factor * ROWS if number else ROWS + 1e-3 * math.sin(1e3 * (factor - 1)) * noise
+
+    fitted = fit_factor_near_one(number * ROWS if number else ROWS + noise, ROWS, under)
+    assert fitted == (None if number is None else pytest.approx(number))
+    assert len(asked) <= num_asked

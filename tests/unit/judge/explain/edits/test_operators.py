@@ -71,6 +71,9 @@ def changed(program, edit):
         ("for layer in self.layers", "leaves out its last turn"),
         ("self.down_proj", "is `self.up_proj`"),
         ("self.down_proj(layer(scores))", "reads `self.norm(layer(scores))`"),
+        ("torch.cat((-second, first), dim=-1)", "has no `dim=-1`"),
+        ("gate is not None and self.is_gated", "is `gate is not None or self.is_gated`"),
+        ("scores /= scores.sum(-1, keepdim=True)", "is `scores *= scores.sum(-1, keepdim=True)`"),
         ("True", "is False"),
         ("-scores", "is `scores`"),
         ("self.scale", "is `1`"),
@@ -94,6 +97,14 @@ def test_every_change_is_another_program_that_compiles(program, edits):
     assert ast.unparse(program) == before
     assert before not in texts
     assert len(set(texts)) > 0.8 * len(texts) > 200
+
+
+def test_only_what_ran_is_changed(program):
+    lines = PROGRAM.splitlines()
+    ran = {at for at, line in enumerate(lines, start=1) if "x = x * torch.sigmoid" not in line and "return" not in line}
+    olds = {edit.old for edit in edits_of(program, ALTERNATIVES, ran)}
+    assert {"if gate is not None and self.is_gated", "layer(scores)"} <= olds
+    assert not any("sigmoid" in old or "-scores" in old for old in olds)
 
 
 def test_a_program_is_as_it_was_after_an_error(program, edits):

@@ -1,6 +1,7 @@
 """HF's code is changed for the time of a run, nothing of a change stays, and the right change is named."""
 
 import linecache
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers.models.granite.modeling_granite import GraniteDecoderLayer, Gr
 
 import harness
 from harness.judge.explain.core.rerun import replaced
-from harness.judge.explain.edits.code import code_of
+from harness.judge.explain.edits.code import code_of, lines_run
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
 
 PROMPT = [5, 17, 99, 23, 64, 8, 41, 30, 77]
@@ -101,6 +102,40 @@ def test_a_factor_is_put_into_the_changed_code():
     with change.make(2.0):
         actual = norm(x)
     torch.testing.assert_close(actual, GraniteRMSNorm(8, eps=1.0)(x))
+
+
+def test_code_that_did_not_run_is_not_changed():
+    norm = GraniteRMSNorm(8)
+    code = code_of("norm", norm, "forward", GraniteRMSNorm.forward)
+    with lines_run() as lines:
+        norm(torch.randn(3, 8))
+    assert len(code.changes(lines)) == len(code.changes()) > 50
+    assert code.changes({}) == []
+
+
+def test_the_tracer_of_lines_is_as_before_after_an_error():
+    before = sys.gettrace()
+
+    def interrupt():
+        with lines_run():
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        interrupt()
+    assert sys.gettrace() is before
+
+
+def without_up(self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)))
+
+
+def test_a_change_by_which_a_module_does_not_run_is_named(tmp_path, monkeypatch):
+    model = granite()
+    model.save_pretrained(tmp_path)
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.mlp, "forward", without_up.__get__(layer.mlp))
+    report = harness.check(model, model=tmp_path, prompts=[PROMPT], max_new_tokens=2, schedules=["plain"])
+    assert "the product with up is missing" in report.first_divergence.explanation.cause
 
 
 def test_code_that_may_not_end_or_is_not_of_transformers_is_left_alone(monkeypatch):

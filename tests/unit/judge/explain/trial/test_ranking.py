@@ -116,10 +116,11 @@ def test_a_fit_that_is_not_asserted_is_described_where_no_cause_is_found(monkeyp
 
 
 def test_fitted_numbers_do_not_win_against_better_ones_in_each_row(monkeypatch):
-    near = Hypothesis(cause="one number", output=WRONG * (1 + 2 * UNIT), num_fitted=1)
+    near = Hypothesis(cause="one number", output=WRONG * (1 + 4 * UNIT), num_fitted=1)
     exact = Hypothesis(cause="one each", output=WRONG, num_fitted=ROWS, is_cause=False)
     explanation = explained(monkeypatch, near, exact)
     assert (explanation.cause, explanation.is_cause) == ("one each", False)
+    assert explained(monkeypatch, near, exact, bound=4.5).cause == "one number", "what is left is rounding"
     assert explained(monkeypatch, Hypothesis(cause="none", output=WRONG * (1 + 2 * UNIT)), exact).cause == "none"
 
 

@@ -130,6 +130,8 @@ def test_a_row_holds_up_to_twice_its_bound_and_half_its_error():
         trial.residual, torch.tensor([5.9, 6.1, 5.9, 5.9], dtype=torch.float64), rtol=1e-6, atol=0
     )
     assert of([2.9, 3.1], [100.0] * 2, [3.0] * 2, allowance=1.0).holds.tolist() == [True, False]
+    exact = of([1.9, 2.1], [100.0] * 2, [0.0] * 2, allowance=1.0)
+    assert exact.holds.tolist() == [True, False], "where nothing is rounded, a cause may round"
     assert of([1.9, 2.1], [100.0] * 2, [0.5] * 2).holds.tolist() == [True, False], "a bound of one rounding at least"
 
 
