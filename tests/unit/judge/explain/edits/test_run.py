@@ -197,3 +197,10 @@ def test_what_grows_by_a_number_is_ended_before_it_is_made(program):
     """No memory holds the result: without the limit, the function itself raises."""
     with pytest.raises(TooMuchError), limited(Meter()):
         program(torch.ones(8))
+
+
+def test_attention_without_a_key_head_raises():
+    """Without the meter, this call ends the process: torch 2.13 divides by the number of key heads."""
+    q, k, v = (torch.ones(1, heads, 5, 8) for heads in (4, 0, 2))
+    with pytest.raises(ValueError, match="key head"), limited(Meter()):
+        nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
