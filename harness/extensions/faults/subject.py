@@ -23,6 +23,8 @@ from harness.formats.recording import RecordingWriter
 from harness.plan import Plan, plan_request
 
 _VOCABULARY = range(3, 256)
+DUMP_FILE = "all.pt"
+"""In the folder of a dump: tensors by the paths of modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +123,10 @@ def _opened_object(
 
 @torch.no_grad()
 def dump(model: torch.nn.Module, token_ids: Sequence[int], folder: Path) -> None:
-    """Write what each module returns in one prefill to `all.pt` in a folder, by the module's path."""
+    """Write what each module returns in one prefill to a file in a folder, by the module's path."""
     from harness.extensions.faults.tools.driving import captured
 
-    torch.save(captured(model, lambda: model(torch.tensor([list(token_ids)]))), folder / "all.pt")
+    torch.save(captured(model, lambda: model(torch.tensor([list(token_ids)]))), folder / DUMP_FILE)
 
 
 # Checkpoints.

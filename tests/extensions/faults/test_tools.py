@@ -10,6 +10,7 @@ from harness.extensions.faults import benchmark
 from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.benchmark import ANSWERS, AskedTool, Questions, ask_all, sampled
 from harness.extensions.faults.catalogue import FAULTS, VARIANTS, entry_of
+from harness.extensions.faults.operations import distance_to
 from harness.extensions.faults.report import Benchmark
 from harness.extensions.faults.score import Rate, grade, score
 from harness.extensions.faults.subject import opened
@@ -174,6 +175,16 @@ def test_a_score_counts_what_is_right():
     assert not any((missed.detected, missed.exact, missed.row, missed.named, missed.named_wrongly))
     assert not grade(fault, None, problem="no answer within 1 s").detected
     assert not grade(fault, ToolAnswer(is_sound=False, error="the code with the fault raised")).detected
+
+
+def test_a_folder_shows_a_fault_at_the_first_module_that_it_reaches():
+    """The context of attention is in no folder: `o_proj` is what shows it."""
+    fault = entry_of("dump/cohere2/window-in-full-layer")
+    near = {name: f"model.layers.1.{name}" for name in ("self_attn.o_proj", "mlp.up_proj", "attention")}
+    with opened(fault) as (subject, _):
+        distances = distance_to(fault, subject, near)
+    assert distances["self_attn.o_proj"] == 0
+    assert all(distances[name] > 0 for name in ("mlp.up_proj", "attention"))
 
 
 def test_intervals_are_wilsons():

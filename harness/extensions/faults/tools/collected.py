@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from harness.base.files import scratch_folder
-from harness.extensions.faults.subject import ToolSubject, dump
+from harness.extensions.faults.subject import DUMP_FILE, ToolSubject, dump
 from harness.extensions.faults.tools import driving
 from harness.formats.recording import Recording
 from harness.formats.taps import LOGITS
@@ -35,7 +35,7 @@ def of_folder(subject: ToolSubject) -> Iterator[Pair]:
     rows = [(0, at) for at in range(len(subject.prompts[0]))]
     with scratch_folder("harness-") as folder:
         dump(driving.sound_model(subject), subject.prompts[0], folder)
-        expected, actual = (torch.load(Path(at) / "all.pt") for at in (folder, subject.engine))
+        expected, actual = (torch.load(Path(at) / DUMP_FILE) for at in (folder, subject.engine))
     yield from paired(expected, actual, rows)
 
 
