@@ -15,15 +15,23 @@ from harness.formats.taps import LOGITS
 _START_S = 60.0
 _EVERY = 8
 """Of the faults that a server can show: each eighth is served."""
+_NOTHING_SHOWS = {
+    "product-cut-off-fp16": "its logits are nearer to the truth than those of the sound hf-eager/qwen3-tiny/float16: "
+    "0.0027 and 0.0054 in relative L2 with seeds 2 and 0, against 0.0033 and 0.0083"
+}
+"""Of a fault that only its operation shows: the proof."""
 
 
 def served_faults(faults: Sequence[Fault]) -> list[Fault]:
     """Return faults of the reference engine behind HTTP. Of a server, the first wrong operation is what it returns."""
     shown = [fault for fault in faults if fault.tap is not None and fault.suite is None and _is_served(fault)]
     return [
-        replace(fault, id=f"server/{fault.id}", engine=EngineKind.SERVER, tap=LOGITS, row=(None, None))
+        replace(
+            fault, id=f"server/{fault.id}", engine=EngineKind.SERVER, tap=LOGITS, row=(None, None),
+            equivalent=_NOTHING_SHOWS.get(fault.id, ""),
+        )
         for fault in shown[::_EVERY]
-    ]
+    ]  # fmt: skip
 
 
 def served_variants(variants: Sequence[Variant]) -> list[Variant]:

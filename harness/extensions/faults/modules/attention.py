@@ -144,8 +144,9 @@ def unseen(
     return kernel(change, layer=layer)
 
 
+# In bfloat16 a row that gives little weight to its token differs by less than rounding.
 fault(
-    "stablelm", "own-token-hidden-decode", "decode does not see its own token", r"layers\.0\.attention", PROMPT, MASK,
+    "stablelm", "own-token-hidden-decode", "decode does not see its own token", r"layers\.0\.attention", None, MASK,
     unseen(lambda q, k: k == q, decode=True), dtype=BF16,
 )  # fmt: skip
 

@@ -229,9 +229,10 @@ fault(
     r"layers\.1\.(q_rope|k_rope|attention|.*cache|query|key)", 1, ROTARY,
     attribute("model.layers.1.self_attn", "is_sliding", True),
 )  # fmt: skip
+# One function rotates both, and neither is computed from the other.
 fault(
     "deepseek_v3", "rope-interleave-ignored", "the rotary part is taken for halves, and is neighbours",
-    r"layers\.0\.q_rope", 0, ROTARY + "|pair|interleav|halves|order", setting("rope_interleave", False),
+    r"layers\.0\.[qk]_rope", 0, ROTARY + "|pair|interleav|halves|order", setting("rope_interleave", False),
 )  # fmt: skip
 
 

@@ -311,5 +311,6 @@ for style, cases in {
     "transposed": ("f rewound", "h plain"),
     "other-order": ("f plain", "b rewound"),
     "in-order": ("f batched", "b chunked:9"),
+    "cache-bfloat16": ("f batched",),  # it says so: `cached` returns bfloat16
 }.items():
     way(f"own engine, {style}", style, *(f"gpt_neox {case}" for case in cases), engine=EngineKind.STEP)

@@ -136,7 +136,7 @@ class PlainStepEngine:
 
     def __init__(self, folder, dtype, wrong=None, style="sdpa", every_row=False):
         self.wrong, self.style, self.every_row = wrong, style, every_row
-        self.cache_dtype = torch.bfloat16 if wrong == "cache-bfloat16" else dtype
+        self.cache_dtype = torch.bfloat16 if style == "cache-bfloat16" else dtype
         config = json.loads((Path(folder) / "config.json").read_text())
         weights = {
             name: x.to(dtype) for file in Path(folder).glob("*.safetensors") for name, x in load_file(file).items()

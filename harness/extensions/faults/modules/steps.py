@@ -12,7 +12,6 @@ from harness.extensions.faults.modules.declaring import (
     POSITION,
     PROMPT,
     ROTARY,
-    ROUND,
     SCALE,
     declaring,
 )
@@ -71,10 +70,6 @@ stepped(
     "residual|parallel|sequential|input|attention",
 )  # fmt: skip
 stepped("gelu", "GELU by its tanh formula", r"layers\.0\.mlp\..*", 0, "tanh|gelu|GELU|activation")
-stepped(
-    "cache-bfloat16", "keys and values are kept in bfloat16 by a float32 engine",
-    LAYER_0 + "(cache|attention|context|dense|rope|value)", 0, ROUND, schedule="batched",
-)  # fmt: skip
 stepped("stale-layer", "layer 1 was loaded with layer 0's weights", r"layers\.1\.input_layernorm", 0, "layer|" + WEIGHT)
 stepped(
     "final-norm-bias", "the bias of the last norm is left out", r"final_layer_norm", None, "bias", request=None,
