@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from harness.extensions.faults.fault import EngineKind, Fault
+from harness.extensions.faults.fault import FIRST, SECOND, EngineKind, Fault
 from harness.extensions.faults.modules import (
     attention,
     experts,
@@ -26,8 +26,14 @@ def _is_in_prefill(fault: Fault) -> bool:
     return fault.setting.schedule == "plain" and request == 0 and position is not None and position < PROMPT
 
 
+def _as_dump(fault: Fault) -> Fault:
+    """Return a fault as a folder shows it: the first row sees one key, and its context depends on no score."""
+    row = SECOND if fault.row == FIRST and (fault.tap or "").endswith("_rope") else fault.row
+    return replace(fault, id=f"dump/{fault.id}", engine=EngineKind.DUMP, row=row)
+
+
 _SHOWN = [fault for table in _LISTS for fault in table.FAULTS if _is_in_prefill(fault)]
-FAULTS = [replace(fault, id=f"dump/{fault.id}", engine=EngineKind.DUMP) for fault in _SHOWN[::4]]
+FAULTS = [_as_dump(fault) for fault in _SHOWN[::4]]
 SOUND += [
     replace(variant, id=f"dump/{variant.id}", engine=EngineKind.DUMP)
     for variant in [item for item in SOUND if item.setting.schedule == "plain" and item.engine is EngineKind.MODULE][
