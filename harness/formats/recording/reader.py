@@ -125,18 +125,15 @@ class Recording:
         else:
             self._cancel_digests()
 
-    def rows(self, name: str, steps: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return rows of a tap, [n, ...], by the index of their step and their place in the tap there, [n] int64.
-
-        Raises:
-            KeyError: one of the steps has no such tap.
-            HarnessError: STEP_ALTERED.
-        """
+    def located(self, steps: torch.Tensor, places: torch.Tensor) -> "Located":
+        """Return where rows are by the index of their step and their place in the taps there, [n] int64, n > 0."""
         groups = self._groups[steps]
         _, counts = groups.unique(return_counts=True)
-        where = groups.argsort(stable=True).split(counts.tolist())
-        parts = [self.steps[int(steps[at[0]])].rows(name, self._places[steps[at]], places[at]) for at in where]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(where).argsort()]
+        order = groups.argsort(stable=True)
+        parts = [
+            (self.steps[int(steps[at[0]])], self._places[steps[at]], places[at]) for at in order.split(counts.tolist())
+        ]
+        return Located(parts, order.argsort())
 
     @cached_property
     def _groups(self) -> torch.Tensor:
@@ -287,18 +284,14 @@ class Step:
         self.raise_if_altered()
         return self._tensor(self._layout[self._stored(name)])
 
-    def rows(self, name: str, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows of the tap in this step and those that are kept beside it, [n, ...].
-
-        `places` are the places of their steps there, and `rows` those of the rows in the tap of their step.
-        """
+    def beside(self, name: str) -> tuple[torch.Tensor, int]:
+        """Return the tap of this step and those that are kept beside it, and the number of its rows in one step."""
         if self.kept is None:
-            return self.tap(name)[rows]
+            return self.tap(name), 0
         for step in self.kept.steps:
             step.raise_if_altered()
         tensor = self._layout[self._stored(name)]
-        every = self.kept.tensor(tensor, self._data_offset, 0, len(self.kept.steps))
-        return every[places * tensor.shape[0] + rows]
+        return self.kept.tensor(tensor, self._data_offset, 0, len(self.kept.steps)), tensor.shape[0]
 
     def rows_of(self, name: str) -> torch.Tensor | None:
         """Return which of the step's rows the tap covers, int64[its rows]; None for all of them."""
@@ -389,6 +382,41 @@ class Step:
         except (OSError, ValueError) as error:  # a mapping raises ValueError beyond the end of the file
             raise _unreadable(self.path, error) from None
         return torch.from_numpy(data).view(dtype).view(tensor.shape)
+
+
+class Located:
+    """Places of rows, worked out once for all taps that cover the same rows of the same steps."""
+
+    def __init__(self, parts: Sequence[tuple[Step, torch.Tensor, torch.Tensor]], order: torch.Tensor) -> None:
+        """Use `Recording.located`."""
+        self._parts = parts
+        """A step of each group that is kept side by side, which of these steps each row is in, and where there."""
+        self._order = as_slice(order)
+        self._indices: dict[tuple[int, int], torch.Tensor | slice] = {}
+
+    def rows(self, name: str) -> torch.Tensor:
+        """Return the rows of a tap, [n, ...]: a view where they lie side by side.
+
+        Raises:
+            KeyError: one of the steps has no such tap.
+            HarnessError: STEP_ALTERED.
+        """
+        parts = []
+        for at, (step, places, rows) in enumerate(self._parts):
+            tensor, num_rows = step.beside(name)
+            key = at, num_rows
+            if key not in self._indices:
+                self._indices[key] = as_slice(places * num_rows + rows)
+            parts.append(tensor[self._indices[key]])
+        together = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return together[self._order]
+
+
+def as_slice(indices: torch.Tensor) -> torch.Tensor | slice:
+    """Return indices [n], n > 0, as a slice where each is one more than that before it."""
+    first, last = int(indices[0]), int(indices[-1])
+    is_run = last - first == len(indices) - 1 and bool((indices.diff() == 1).all())
+    return slice(first, last + 1) if is_run else indices
 
 
 class _Kept:

@@ -228,14 +228,7 @@ class Locator:
 
     def gather(self, tap: str, entries: torch.Tensor) -> torch.Tensor:
         """Return the rows that `find` found (none of them -1), without copying where they lie side by side."""
-        steps, rows = entries[:, 0], entries[:, 1]
-        first = int(steps[0])
-        if bool((steps == first).all()):
-            tensor, start = self.recording.steps[first].tap(tap), int(rows[0])
-            if bool((rows == torch.arange(start, start + len(rows))).all()):
-                return tensor[start : start + len(rows)]
-            return tensor[rows]
-        return self.recording.rows(tap, steps, rows)
+        return self.recording.located(entries[:, 0], entries[:, 1]).rows(tap)
 
 
 def match_requests(expected: Recording, actual: Recording, *, is_pool: bool = False) -> dict[int, int]:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from harness.formats.recording import Recording
+from harness.formats.recording.reader import Located
 from harness.judge.compare.align import REQUEST_KEY, Rows
 from harness.judge.compare.propagated import Propagation
 from harness.judge.compare.sequences import NOWHERE, RowSequence
@@ -36,7 +37,7 @@ class RowSample:
     """A sample of the positions of each request.
 
     The positions are divided into stretches of equal length, and one position of each is drawn at random. The sample
-    also holds the first and last position that a step computed, and the rows that differ most from the golden.
+    also holds the rows that differ most from the golden, and the first and last position that a step computed.
     """
 
     num_rows: int
@@ -44,6 +45,8 @@ class RowSample:
     seed: int = 0
     standing_out: Rows | None = None
     """The rows that differ most from the golden, for their tap, first; None if nothing was compared with it."""
+    has_borders: bool = True
+    """Whether the first and last position that a step computed are in the sample."""
 
     def positions(self, group: Sequence[RowSequence], index: int) -> torch.Tensor | None:
         """Return the positions, [n] int64 and ascending, for requests that run side by side; None for all.
@@ -58,7 +61,7 @@ class RowSample:
         generator = Random(f"{self.seed}:{index}")
         edges = pairwise(at * length // self.num_rows for at in range(self.num_rows + 1))
         drawn = [generator.randrange(begin, end) for begin, end in edges]
-        borders = sorted({position for sequence in group for position in _borders(sequence)})
+        borders = sorted({at for sequence in group for at in _borders(sequence)} if self.has_borders else ())
         chosen = {*drawn, *spread(borders, self.num_rows), *borders[-1:], *self._standing_out(group)}
         return None if len(chosen) == length else torch.tensor(sorted(chosen))
 
@@ -171,9 +174,7 @@ class PaddedBatch:
         self._row = self._padded([sequence.row for sequence in sequences], NOWHERE)
         self.is_own = self._padded([_is_judged(recording, sequence, lengths) for sequence in sequences], False)
         """[places] bool: rows that are judged in this batch."""
-        self._located = dict[
-            tuple[tuple[int, ...], str | None], tuple[torch.Tensor, torch.Tensor | int, torch.Tensor | slice]
-        ]()
+        self._located = dict[tuple[tuple[int, ...], str | None], tuple[torch.Tensor, Located | None]]()
         """What `_locate` returns, by the steps that have a tap, and the tap if it covers only some of their rows."""
         self.positions = positions
 
@@ -218,13 +219,13 @@ class PaddedBatch:
         )
 
     @cached_property
-    def _by_step(self) -> list[tuple[int, torch.Tensor, torch.Tensor | slice]]:
-        """For each step: its index, the places of its rows, and the rows, as a slice where they lie side by side."""
+    def _by_step(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """For each step: its index, the places of its rows, and the rows."""
         there = (self._step >= 0).nonzero()[:, 0]
         order = self._step[there].argsort(stable=True)
         steps, counts = self._step[there][order].unique_consecutive(return_counts=True)
         places = there[order].split(counts.tolist())
-        return [(step, at, _as_slice(self._row[at])) for step, at in zip(steps.tolist(), places, strict=True)]
+        return [(step, at, self._row[at]) for step, at in zip(steps.tolist(), places, strict=True)]
 
     def recorded(self, tap: str) -> RecordedRows | None:
         """Return the rows of a tap that were recorded; None if there are none."""
@@ -233,29 +234,23 @@ class PaddedBatch:
         key = indices, None if all(steps[index].is_whole(tap) for index in indices) else tap
         if key not in self._located:
             self._located[key] = self._locate(tap)
-        places, step, rows = self._located[key]
-        if not len(places):
-            return None
-        if isinstance(step, int):
-            return RecordedRows(places=places, rows=steps[step].tap(tap)[rows])
-        assert isinstance(rows, torch.Tensor)
-        return RecordedRows(places=places, rows=self.recording.rows(tap, step, rows))
+        places, located = self._located[key]
+        return None if located is None else RecordedRows(places=places, rows=located.rows(tap))
 
-    def _locate(self, tap: str) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor | slice]:
-        """Return places of a tap's rows, [rows], and which rows of which steps they are; of one step its index."""
+    def _locate(self, tap: str) -> tuple[torch.Tensor, Located | None]:
+        """Return places of a tap's rows, [rows], and where these are in the recording; None if there are none."""
         covered = [(index, *self._covered(index, places, rows, tap)) for index, places, rows in self._by_step]
         parts = [part for part in covered if len(part[1])]
-        if len(parts) == 1:
-            ((index, places, rows),) = parts
-            return places, index, rows
-        empty = torch.empty(0, dtype=torch.int64)
-        steps = [torch.full_like(places, index) for index, places, _ in parts]
-        places = torch.cat([empty, *(places for _, places, _ in parts)])
-        return places, torch.cat([empty, *steps]), torch.cat([empty, *(_as_indices(rows) for _, _, rows in parts)])
+        if not parts:
+            return torch.empty(0, dtype=torch.int64), None
+        places = torch.cat([places for _, places, _ in parts])
+        steps = torch.cat([torch.full_like(places, index) for index, places, _ in parts])
+        rows = torch.cat([rows for _, _, rows in parts])
+        return places, self.recording.located(steps, rows)
 
     def _covered(
-        self, index: int, places: torch.Tensor, rows: torch.Tensor | slice, tap: str
-    ) -> tuple[torch.Tensor, torch.Tensor | slice]:
+        self, index: int, places: torch.Tensor, rows: torch.Tensor, tap: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of a step at which a tap was recorded, and where its rows stand among the recorded ones."""
         step = self.recording.steps[index]
         if not step.has(tap):
@@ -293,16 +288,6 @@ def _is_judged(recording: Recording, sequence: RowSequence, lengths: Mapping[int
         writer = int(recording.steps[int(sequence.step[position])].request[sequence.row[position]])
         is_judged[position] |= lengths[writer] != length
     return is_judged
-
-
-def _as_slice(rows: torch.Tensor) -> torch.Tensor | slice:
-    first, last = int(rows[0]), int(rows[-1])
-    is_run = last - first == len(rows) - 1 and bool((rows.diff() == 1).all())
-    return slice(first, last + 1) if is_run else rows
-
-
-def _as_indices(rows: torch.Tensor | slice) -> torch.Tensor:
-    return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 def make_batches(

@@ -11,6 +11,7 @@ import torch
 
 from harness.base.metrics import RowMetrics, logit_metrics, rounding_unit, row_metrics
 from harness.formats.recording import Recording, Step
+from harness.formats.recording.reader import Located
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Locator, Rows, chunks, places_in_steps, rows_of_steps
 from harness.judge.compare.shapes import engine_dtype
@@ -190,30 +191,41 @@ class _Located:
 
     actual: Recording
     expected: Locator
-    _known: dict[tuple[tuple[int, ...], str | None, tuple[str, ...]], tuple[Rows, torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict
-    )
+    _known: dict[tuple[tuple[int, ...], str | None, tuple[str, ...]], "_Pair | None"] = field(default_factory=dict)
 
     def pair(self, steps: Sequence[Step], tap: str) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Return the rows of a tap in some steps, and the expected rows; rows that are not expected are left out."""
-        rows, at, places = self._places(steps, tap)
-        present = places[:, 0] >= 0
-        if not bool(present.any()):
-            return None
-        ours = self.actual.rows(tap, rows.step, at) if len(steps) > 1 else steps[0].tap(tap)
-        if not bool(present.all()):
-            rows, places, ours = rows.select(present), places[present], ours[present]
-        return rows, places, ours.flatten(1), self.expected.gather(tap, places).flatten(1)
-
-    def _places(self, steps: Sequence[Step], tap: str) -> tuple[Rows, torch.Tensor, torch.Tensor]:
-        """Return the rows of a tap in some steps, their places in these, and those that `Locator.find` returns."""
         indices = tuple(step.index for step in steps)
         is_whole = all(step.is_whole(tap) for step in steps)
         key = (indices, None if is_whole else tap, self.expected.signature(tap))
         if key not in self._known:
-            rows = rows_of_steps(steps, tap)
-            self._known[key] = rows, places_in_steps(steps, tap), self.expected.find(tap, rows)
-        return self._known[key]
+            self._known[key] = self._located(steps, tap)
+        known = self._known[key]
+        if known is None:
+            return None
+        return known.rows, known.places, known.ours.rows(tap).flatten(1), known.theirs.rows(tap).flatten(1)
+
+    def _located(self, steps: Sequence[Step], tap: str) -> "_Pair | None":
+        rows, at = rows_of_steps(steps, tap), places_in_steps(steps, tap)
+        places = self.expected.find(tap, rows)
+        present = places[:, 0] >= 0
+        if not bool(present.any()):
+            return None
+        rows, at, places = rows.select(present), at[present], places[present]
+        ours = self.actual.located(rows.step, at)
+        theirs = self.expected.recording.located(places[:, 0], places[:, 1])
+        return _Pair(rows=rows, places=places, ours=ours, theirs=theirs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """Where rows are in both recordings."""
+
+    rows: Rows
+    places: torch.Tensor
+    """What `Locator.find` returns."""
+    ours: Located
+    theirs: Located
 
 
 def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:

@@ -1,11 +1,11 @@
 """Recordings that were never written: what the comparison reads of one, made by hand."""
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import torch
 
-from harness.formats.recording import RequestInfo
+from harness.formats.recording import Recording, RequestInfo
 from harness.formats.taps import Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import RecordedRows
@@ -51,6 +51,9 @@ class Step:
     def tap(self, tap: str) -> torch.Tensor:
         return self.taps[tap]
 
+    def beside(self, tap: str) -> tuple[torch.Tensor, int]:
+        return self.taps[tap], 0
+
     @property
     def layout(self) -> int:
         return id(self)
@@ -78,13 +81,16 @@ def recording_of(requests: Mapping[int, Sequence[int]], steps: Sequence[Step], *
     shapes = {name: tuple(rows.shape[1:]) for step in steps for name, rows in step.taps.items()}
     taps = [SimpleNamespace(name=name, shape=shape) for name, shape in shapes.items()]
 
-    def rows(tap: str, of_steps: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        pairs = zip(of_steps.tolist(), places.tolist(), strict=True)
-        return torch.stack([steps[step].tap(tap)[place] for step, place in pairs])
-
-    return SimpleNamespace(
-        path="memory", taps=taps, steps=list(steps), manifest=SimpleNamespace(requests=infos, **fields), rows=rows
+    made = SimpleNamespace(
+        path="memory",
+        taps=taps,
+        steps=list(steps),
+        manifest=SimpleNamespace(requests=infos, **fields),
+        _groups=torch.arange(len(steps)),
+        _places=torch.zeros(len(steps), dtype=torch.int64),
     )
+    made.located = MethodType(Recording.located, made)
+    return made
 
 
 def tap_rows(
