@@ -53,9 +53,9 @@ EXACT_ROWS = 48
 """Least number of rows of a batch that are multiplied out: effects need `MIN_ROWS`, 40."""
 LEAST_WIDTH = 534
 """Narrowest product that is projected: (THRESHOLD / 0.05)^2 / EXACT_ROWS."""
-_BLOCK_ROWS = 64
-"""Rows of which the float64 copies stay in the second-level cache."""
-_WEIGHT_ROWS = 512
+_BLOCK_ROWS = 512
+"""Rows that are projected at a time: products of fewer rows are slower."""
+_WEIGHT_ROWS = 128
 """Outputs of a weight that are projected at a time."""
 _SAME = 128
 """Largest distance of exact results from what the projected weights say, in roundings of the truth's arithmetic."""
@@ -70,7 +70,7 @@ class ExactRows:
 
         Rows of one token may be equal in the first layer, and count once; so tokens are taken until enough differ.
         """
-        chosen = RowSample(num_rows=math.ceil(EXACT_ROWS / len(group))).positions(group, index)
+        chosen = RowSample(num_rows=math.ceil(EXACT_ROWS / len(group)), has_borders=False).positions(group, index)
         if chosen is None:
             return None
         tokens = [sequence.token_ids for sequence in group]
@@ -97,15 +97,18 @@ class Projections:
     taps: frozenset[str]
     """Recorded in the engine's dtype."""
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By tap: [in, k]."""
+    """By tap: [k, in]."""
     _directions: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By width: [out, k]."""
+    """By width: [k, out]: products of [k, out] are faster than those of [out, k]."""
     _is_new: bool = False
 
     def __post_init__(self) -> None:
         """Read what earlier checks left; a damaged file is as none."""
         with suppress(OSError, safetensors.SafetensorError):
-            self._weights = safetensors.torch.load_file(self._path)
+            kept = safetensors.torch.load_file(self._path)
+            self._weights = {
+                tap: wu.clone() for tap, wu in kept.items()
+            }  # products of unaligned numbers differ in bits
 
     def fit(self, operation: Operation, num_rows: int, num_exact: int) -> bool:
         """Whether a product of so many rows is projected, of which so many are multiplied out."""
@@ -164,16 +167,16 @@ class Projections:
         u = self._directions.get(num_out)
         if u is None:
             generator = torch.Generator().manual_seed(num_out)
-            u = torch.randn(num_out, NUM_DIRECTIONS, generator=generator, dtype=torch.float64)
+            u = torch.randn(NUM_DIRECTIONS, num_out, generator=generator, dtype=torch.float64)
             u = self._directions[num_out] = u.to(device, self.truth_dtype)
         wu = self._weights.get(operation.tap)
-        if wu is not None and wu.shape == (num_in, NUM_DIRECTIONS):
+        if wu is not None and wu.shape == (NUM_DIRECTIONS, num_in):
             wu = wu.to(device, self.truth_dtype)
             distance = _projected(*exact, u, wu, bias)
             allowed = _SAME * torch.finfo(self.truth_dtype).eps * torch.linalg.vector_norm(exact[1], dim=1)
             if bool((distance <= allowed)[allowed.isfinite()].all()):
                 return u, wu
-        wu = _transposed_product(module.weight, u)
+        wu = _directed(module.weight, u)
         self._weights[operation.tap], self._is_new = wu.cpu(), True
         return u, wu
 
@@ -207,12 +210,11 @@ def projections_of(recording: Recording, hf: HFModel, truth_dtype: torch.dtype) 
     return Projections(hf=hf, dtype=dtype, truth_dtype=truth_dtype, taps=taps)
 
 
-def _transposed_product(weight: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Return W^T U, [in, k] in the dtype of U [out, k], for a weight [out, in] of any dtype."""
-    parts = zip(weight.split(_WEIGHT_ROWS), u.split(_WEIGHT_ROWS), strict=True)
-    total = u.new_zeros(weight.shape[1], u.shape[1])
-    for part, directions in parts:
-        total += part.to(u.dtype).T @ directions
+def _directed(weight: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Return U W, [k, in] in the dtype of U [k, out], for a weight [out, in] of any dtype."""
+    total = u.new_zeros(len(u), weight.shape[1])
+    for part, directions in zip(weight.split(_WEIGHT_ROWS), u.split(_WEIGHT_ROWS, dim=1), strict=True):
+        total = torch.addmm(total, directions, part.to(u.dtype))
     return total
 
 
@@ -220,8 +222,8 @@ def _projected(
     x: torch.Tensor, y: torch.Tensor, u: torch.Tensor, wu: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the estimated distance of y from W x + b, [R]."""
-    difference = torch.addmm(y @ u, x, wu, alpha=-1)
+    difference = torch.addmm(u @ y.T, wu, x.T, alpha=-1)
     if bias is not None:
-        difference -= bias.to(u.dtype) @ u
-    estimate: torch.Tensor = torch.linalg.vector_norm(difference, dim=1) / math.sqrt(NUM_DIRECTIONS)
+        difference -= (u @ bias.to(u.dtype))[:, None]
+    estimate: torch.Tensor = torch.linalg.vector_norm(difference, dim=0) / math.sqrt(NUM_DIRECTIONS)
     return estimate

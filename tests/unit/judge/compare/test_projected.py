@@ -101,8 +101,8 @@ def test_the_law_of_the_estimate_is_the_same_for_any_error(kind):
     e = torch.zeros(1, 40, dtype=torch.float64)
     e[0] = torch.randn(40, generator=generator, dtype=torch.float64) if kind == "dense" else e[0]
     e[0, : {"dense": 0, "one element": 1, "two equal elements": 2}[kind]] = 1.0
-    x, wu = torch.zeros(1, 3, dtype=torch.float64), torch.zeros(3, NUM_DIRECTIONS, dtype=torch.float64)
-    u = torch.randn(2000, 40, NUM_DIRECTIONS, generator=generator, dtype=torch.float64)
+    x, wu = torch.zeros(1, 3, dtype=torch.float64), torch.zeros(NUM_DIRECTIONS, 3, dtype=torch.float64)
+    u = torch.randn(2000, NUM_DIRECTIONS, 40, generator=generator, dtype=torch.float64)
     share2 = torch.cat([_projected(x, e, directions, wu, None) for directions in u]).square() / e.norm() ** 2
     assert float(share2.mean()) == pytest.approx(1, abs=0.02)
     assert float(share2.std()) == pytest.approx((2 / NUM_DIRECTIONS) ** 0.5, rel=0.1)
