@@ -7,9 +7,11 @@ value with several names.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from harness.oracle.flow import Flow, Origin
 from harness.oracle.precision import eager_experts
@@ -119,7 +121,7 @@ def _is_layer(path: str) -> bool:
 
 
 def _row_shapes(hf: UntracedModel, ids: torch.Tensor) -> dict[str, _RowShape]:
-    """Run the model and return the shape of a row of everything that it shows, by source."""
+    """Return the shape of a row of everything that the model shows, by source: its products are not computed."""
     shapes: dict[str, torch.Size] = {}
 
     def note(source: str, value: torch.Tensor) -> None:
@@ -127,8 +129,21 @@ def _row_shapes(hf: UntracedModel, ids: torch.Tensor) -> dict[str, _RowShape]:
         if dim is not None:
             shapes[source] = as_rows(value, dim, *ids.shape).shape[1:]
 
-    watcher = _show_run(hf, ids, note)
+    with _Unmultiplied():
+        watcher = _show_run(hf, ids, note)
     return {source: (shape, watcher.num_scores.get(source)) for source, shape in shapes.items()}
+
+
+class _Unmultiplied(TorchFunctionMode):
+    """Gives elements of the input instead of its product with a weight: other rows stay other rows."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not nn.functional.linear or len(args) < 2:
+            return func(*args, **(kwargs or {}))
+        x, weight = args[:2]
+        return x[..., torch.arange(len(weight), device=x.device) % x.shape[-1]]
 
 
 def _token_dim(source: str, value: torch.Tensor, num_requests: int, num_tokens: int) -> int | None:
