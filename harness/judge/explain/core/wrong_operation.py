@@ -248,8 +248,8 @@ class WrongOperation(Evidence):
     def _turned(self, by: Rotation) -> torch.Tensor:
         return by.turn(self.inputs[0], self.positions)
 
-    def weight(self, tap: str, name: str = "weight") -> torch.Tensor | None:
-        """Return a parameter of a tap's module in float64, a matrix as [out, in].
+    def weight(self, tap: str, name: str = "weight", rows: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return a parameter of a tap's module in float64, a matrix as [out, in], or some of its rows.
 
         None if there is none, or it is too large to be held.
         """
@@ -259,6 +259,8 @@ class WrongOperation(Evidence):
         with self.hf.weights.held(self.hf.part_of(path)):
             module = self.module_at(path)
             tensor = getattr(module, name, None)
+            if isinstance(tensor, torch.Tensor) and rows is not None:
+                tensor = tensor[rows.to(tensor.device)]
             if not isinstance(tensor, torch.Tensor) or tensor.numel() > _MAX_WEIGHT_ELEMENTS:
                 return None
             is_turned = name == "weight" and type(module).__name__ == "Conv1D"  # HF's, with [in, out]

@@ -32,8 +32,10 @@ def another_token(wrong: WrongOperation) -> Iterator[Hypothesis]:
     Causes: the embedding is that of the token before it; of the token before it in the step; of token id +*n*; of
     another token; of a table of positions: of another position (+*n*).
     """
+    if torch.equal(wrong.actual, wrong.expected) or not bool(wrong.actual.isfinite().all()):
+        return
     table = _table(wrong)
-    if table is None or not bool(wrong.actual.isfinite().all()):
+    if table is None:
         return
     nearest, meant = _nearest(wrong.actual, table), _nearest(wrong.expected, table)
     tokens = wrong.token_ids
@@ -49,9 +51,12 @@ def another_token(wrong: WrongOperation) -> Iterator[Hypothesis]:
     yield Hypothesis(cause=cause, output=table[nearest], detail=f"rows of the table: {pairs}")
 
 
-def _table(wrong: WrongOperation) -> torch.Tensor | None:
-    """Return the table of an operation that reads tokens, scaled by its module or not; None of any other operation."""
-    return None if wrong.operation.inputs else wrong.weight(wrong.operation.tap)
+def _table(wrong: WrongOperation, rows: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Return the table of an operation that reads tokens, or some of its rows, scaled by its module or not.
+
+    None of any other operation.
+    """
+    return None if wrong.operation.inputs else wrong.weight(wrong.operation.tap, rows=rows)
 
 
 def _nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -98,7 +103,7 @@ def _rows_before(wrong: WrongOperation) -> list[int]:
 
 def scaled(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The embedding is scaled by the root of the hidden size."""
-    if _table(wrong) is None:
+    if _table(wrong, wrong.token_ids[:1]) is None:
         return
     factor = wrong.expected.shape[1] ** 0.5
     for item in (factor, float(torch.tensor(factor, dtype=wrong.dtype))):  # as it is, or in the engine's dtype
@@ -107,11 +112,8 @@ def scaled(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 def not_scaled(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The embedding is not scaled."""
-    table = _table(wrong)
-    if table is None:
-        return
-    rows = table[wrong.token_ids]
-    if rows.shape == wrong.expected.shape and not torch.equal(rows, wrong.expected):
+    rows = _table(wrong, wrong.token_ids)
+    if rows is not None and rows.shape == wrong.expected.shape and not torch.equal(rows, wrong.expected):
         yield Hypothesis(cause="the embedding is not scaled", output=rows, detail=_WAY_OF_UNSCALED)
 
 
