@@ -37,12 +37,9 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
     Kind.EMBEDDING: _EMBEDDING,
     Kind.COPY: (wiring.other_order,),
     Kind.NORM: (
-        norms.weight_otherwise,
-        norms.norm_skipped,
         norms.wrong_eps,
         norms.wrong_divisor,
         norms.over_other_elements,
-        norms.other_weight,
         norms.statistic_overflows,
         norms.coarse_statistic,
         norms.changed_weights,
@@ -50,11 +47,6 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
     ),
     Kind.LINEAR: (
         logits.sampled,
-        linear.bias_dropped,
-        linear.zero_weights,
-        linear.other_weights,
-        linear.tied_head,
-        linear.transposed,
         linear.outputs_in_another_order,
         linear.weight_in_another_order,
         linear.coarse_product,
@@ -145,13 +137,12 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         *_EMBEDDING,
         embedding.misplaced,
         experts.wrong_experts,
-        experts.other_sum,
         recurrence.wrong_state,
         *_ELEMENTWISE,
         biases.other_biases,
     ),
 }
-_WIRING: Sequence[Explain] = (wiring.other_sum, wiring.other_input)
+_WIRING: Sequence[Explain] = (wiring.other_input,)
 _EDITS: Sequence[Explain] = (other_code,)
 _GENERIC: Sequence[Explain] = (
     generic.zero_output,

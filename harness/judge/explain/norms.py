@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
 _USUAL_EPSILONS = (0.0, 1e-5, 1e-6)
 """Of modules that do not say theirs."""
@@ -44,8 +44,6 @@ class NormForm:
     """[D] float64, what the normalised elements are multiplied by."""
     eps: float
     bias: torch.Tensor | None = None
-    is_offset: bool = False
-    """Whether the checkpoint holds the weight less one, as Gemma's does."""
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -56,10 +54,6 @@ class NormForm:
     def is_centred(self) -> bool:
         """Whether the mean is subtracted."""
         return self.x is not self.raw
-
-    def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what a weight of the checkpoint multiplies by."""
-        return weight + 1 if self.is_offset else weight
 
     def output(self) -> torch.Tensor:
         """[R, N*D]: what the norm gives."""
@@ -116,9 +110,9 @@ def _with_eps(plain: NormForm) -> tuple[NormForm, ...]:
     raw, weight = plain.raw, plain.weight
     return (
         plain,
-        replace(plain, weight=weight + 1, is_offset=True),
+        replace(plain, weight=weight + 1),
         replace(plain, x=raw - raw.mean(dim=-1, keepdim=True)),
-        replace(plain, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1, is_offset=True),
+        replace(plain, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1),
     )
 
 
@@ -141,34 +135,6 @@ def with_form(explain: Explanation) -> Callable[[WrongOperation], Iterator[Hypot
                 yield replace(hypothesis, output=biased.flatten(1))
 
     return explain_with_form
-
-
-@with_form
-def weight_otherwise(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weight is not applied, applied twice, or taken as an offset from one, as Gemma stores it; or it is all.
-
-    Causes: the norm's weight is not applied; applied as 1 + weight; as it is, without adding 1; applied twice; the norm
-    only applies its weight.
-    """
-    x, weight, eps = norm.parts
-    if norm.is_offset:
-        taken, changed = "as it is, without adding 1", weight - 1
-    else:
-        taken, changed = "as 1 + weight", weight + 1
-    yield from hypotheses(
-        {
-            "the norm's weight is not applied": _normed(x, eps),
-            f"the norm's weight is applied {taken}": _normed(x, eps, changed),
-            "the norm's weight is applied twice": _normed(x, eps, weight * weight),
-            "the norm only applies its weight": (x * weight).flatten(1),
-        }
-    )
-
-
-def norm_skipped(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The norm is skipped."""
-    x, form = wrong.inputs[0].flatten(1), form_of(wrong)
-    yield Hypothesis(cause="the norm is skipped", output=x if form is None else form.raw.flatten(1))
 
 
 @with_form
@@ -244,25 +210,6 @@ def over_other_elements(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypot
         heads = x[:, 0].unflatten(1, (-1, size))
         cause = "the norm runs over each head instead of all heads together"
         yield Hypothesis(cause=cause, output=_normed(heads, eps) * weight)
-
-
-@with_form
-def other_weight(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weight is that of another norm of the checkpoint.
-
-    Causes: the weight is that of *tap*.
-    """
-    x, _, eps = norm.parts
-    right = wrong.weight(wrong.operation.tap)
-    if right is None:
-        return
-    for operation in wrong.graph:
-        if operation.kind is wrong.operation.kind and operation.tap != wrong.operation.tap:
-            weight = wrong.weight(operation.tap)
-            if weight is not None and weight.shape == right.shape and not torch.equal(weight, right):
-                yield Hypothesis(
-                    cause=f"the weight is that of {operation.tap}", output=_normed(x, eps, norm.of_weight(weight))
-                )
 
 
 @with_form

@@ -104,9 +104,11 @@ def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]
 def mistakes_in(sound: WrongOperation, failures: list[str]) -> Iterator[Hypothesis]:
     """Yield what mistakes make of the rows of a sound operation; names of explanations that raise go to `failures`."""
     same, causes = replace(sound, actual=sound.expected, sound=frozenset()), set[str]()  # so nothing is fitted
-    for explain in (*known_mistakes(sound.operation.kind), likely_mistakes):
-        if explain is likely_mistakes and len(causes) >= _ENOUGH:
-            return
+
+    def changes_of_hf(wrong: WrongOperation) -> Iterator[Hypothesis]:
+        yield from likely_mistakes(wrong, of_code=len(causes) < _ENOUGH)
+
+    for explain in (*known_mistakes(sound.operation.kind), changes_of_hf):
         with guarded(explain.__name__, failures):
             for hypothesis in explain(same):
                 if _is_a_mistake(hypothesis) and hypothesis.output.shape == sound.expected.shape:

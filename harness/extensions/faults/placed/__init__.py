@@ -53,7 +53,7 @@ TRUTHS = {
     "query_heads": r"another order|heads",
     "rope_theta": r"theta|frequencies are off",
     "norm_eps": r"eps",
-    "norm_weight": r"weight is that of|weight",
+    "norm_weight": "weight",
     "linear_from_elsewhere": r"weights? (are|is)|without its bias|outputs are those|none of|not quite",
     "bias_dropped": r"bias",
     "gate_and_up": r"weights are those of|swapped|wrong order",

@@ -164,7 +164,7 @@ FAULTS = [
            norm_scaled_by(_squares_in_float16), "overflow", _LAYER + "input_layernorm", row=FIRST,
            setting=FaultConfig(dtype="float16", model="qwen2-tiny", scaled={"model.embed_tokens.weight": 256.0})),
     _fault("norm-weight-skipped", "The second norm of each layer is used without its weight.",
-           edited_layers(_unweighted), "weight is not applied", _LAYER + "post_attention_layernorm"),
+           edited_layers(_unweighted), "not applied", _LAYER + "post_attention_layernorm"),
     _fault("final-norm-skipped", "The logits are made of the residual stream itself.",
            replacing((reference_engine.loader, "build_decoder", _without_final_norm)), "norm is skipped", "model.norm"),
     _fault("residual-after-norm", "The residual is taken after the first norm.",

@@ -99,9 +99,9 @@ _NORM, _POSITION, _ATTENTION, _WEIGHTS, _NUMBERS = (
 )  # fmt: skip
 FAULTS = [
     _fault("stream-scaled", _NORM, "The stream is added with a factor of 0.9.", branches(lambda x, y: 0.9 * x + y),
-           "^the residual is added with a factor of 0.9;", "output"),
+           "^the residual is added with a factor of 0.9[;:]", "output"),
     _fault("stream-scaled-in-bfloat16", _NORM, "The stream is halved before the branch is added to it.",
-           branches(lambda x, y: x / 2 + y), "^the residual is added with a factor of 0.5;", "output", **_BF16),
+           branches(lambda x, y: x / 2 + y), "^the residual is added with a factor of 0.5[;:]", "output", **_BF16),
     _fault("both-sides-scaled", _NORM, "Stream and branch are added with factors of their own.",
            branches(lambda x, y: 0.7 * x + 1.3 * y), "factor of 0.7, and the branch with one of 1.3", "output",
            **_FP16),

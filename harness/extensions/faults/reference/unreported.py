@@ -220,7 +220,7 @@ FAULTS = [
         frequencies_changed(lambda c, f: torch.where(torch.arange(len(f)) < len(f) // 2, f, 0)), "partial|do not turn",
         "model.layers.0.q_rope", "qwen2-tiny", "bfloat16", "preempted"),
     _fault("q-and-k-norms-exchanged", Category.NORM, "Q and k norms exchanged.", loaded(norms_of_q_and_k),
-        "weight is that of", "model.layers.0.self_attn.q_norm", "qwen3-tiny", "float16", "plain"),
+        "weights? (is|are) th", "model.layers.0.self_attn.q_norm", "qwen3-tiny", "float16", "plain"),
     _fault("norm-of-mean-size", Category.NORM, "Norm of mean size.",
         norm_scaled_by(lambda norm, x: 1 / (x.abs().mean(-1, keepdim=True) + norm.eps)), NOTHING,
         "model.layers.0.input_layernorm", "qwen2-tiny", "float32", "plain"),

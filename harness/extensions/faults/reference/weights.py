@@ -110,7 +110,7 @@ FAULTS = [
            "in the wrong order", _LAYER + "self_attn.q_proj", instance="vllm#42803"),
     _fault("gate-and-up-swapped", "The stacked projection holds up before gate.", _gate_and_up_swapped, "up_proj",
            _LAYER + "mlp.gate_proj", instance="sglang#32430"),
-    _fault("qkv-bias-dropped", "The biases of q, k and v are not loaded.", _bias_dropped, "bias is dropped",
+    _fault("qkv-bias-dropped", "The biases of q, k and v are not loaded.", _bias_dropped, "bias .*left out",
            _LAYER + "self_attn.q_proj", setting=_QWEN2),
     _fault("layer-from-another", "Layer 1 has the MLP of layer 2.", _layer_from_another,
            r"weights are those of model\.layers\.2", "model.layers.1.mlp.gate_proj"),

@@ -9,7 +9,7 @@ not record follows from HF's own code: a change is tried through all that lies b
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -112,6 +112,13 @@ class Rerun:
     def places(self, rows: Rows) -> torch.Tensor:
         """Return where rows stand in the batch, [R] int64; -1 for those that stand in another."""
         return torch.tensor([self._where.get(row, -1) for row in rows.identities()], dtype=torch.int64)
+
+    def reading(self, tap: str, rows: Rows, values: torch.Tensor) -> "Rerun":
+        """Return a run that goes on with other rows of a tap, [R, W], than were recorded."""
+        places = self.places(rows)
+        here = places >= 0
+        rows_read = RecordedRows(places=places[here], rows=values[here])
+        return replace(self, recorded={tap: rows_read}, values={}, calls={})
 
     def run(self, forced: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None) -> torch.Tensor:
         """Return what the operation gives in all places, [P, W] float64.

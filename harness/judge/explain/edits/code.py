@@ -80,7 +80,7 @@ class SourceCode:
             new += f" {factor:.4g}"
         cause = f"in {where} ({Path(self.file).name}:{self.first + edit.line - 1}), `{edit.old}` {new}"
         return ToldChange(
-            cause=cause if term is None else f"{term}: {cause}",
+            cause=cause if term is None else f"{term.replace(FACTOR, f'{factor:.4g}')}: {cause}",
             detail=f"your engine computes what HF computes with this change: {self._diff(edit, factor)}",
         )
 

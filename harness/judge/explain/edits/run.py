@@ -75,15 +75,21 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
         )
 
 
-def likely_mistakes(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Yield what changes of HF's code that have a term of the field make of a few rows, whatever was recorded.
+def likely_mistakes(wrong: WrongOperation, *, of_code: bool) -> Iterator[Hypothesis]:
+    """Yield what changes of what HF's code holds make of a few rows, whatever was recorded.
 
     The other rows are as they should be.
+
+    Args:
+        wrong: a sound operation.
+        of_code: whether changes of the code that have a term of the field come before them.
     """
     trials, seen, num_tried = _Trials.of(wrong), set[int](), 0
     if trials is None:
         return
-    for change in sorted(changes_of_code(wrong, trials.lines), key=lambda change: change.rank):
+    changes = list(changes_of_code(wrong, trials.lines)) if of_code else []
+    changes += changes_of_parameters(wrong, modules_around(wrong)[:1])
+    for change in sorted(changes, key=lambda change: change.rank):
         if change.is_fitted or change.is_vague:
             continue
         if (num_tried := num_tried + 1) > _MOST_MISTAKES:

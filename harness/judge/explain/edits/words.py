@@ -90,6 +90,17 @@ _BRANCHES = (
 """Settings, and what a model does that has them and should not, or lacks them."""
 
 
+_OF_SUMS = (
+    (r"is `(?P<one>.+)`", "{lost} is not added to {one}"),
+    (r"is `\((?P<one>.+)\) \+ 2 \* \((?P<other>.+)\)`", "{other} is added twice"),
+    (r"is `2 \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added twice"),
+    (r"is `\((?P<one>.+)\) \+ _factor \* \((?P<other>.+)\)`", "{other} is added with a factor of _factor"),
+    (r"is `_factor \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added with a factor of _factor"),
+    (r"is `(?P<one>[^-]+) - (?P<other>[^-]+)`", "{other} is subtracted"),
+)
+"""What becomes of the sum of a residual and a branch."""
+
+
 def term_of(edit: Edit, holder: object = None) -> str | None:
     """Return what an edit leaves out, exchanges or repeats, in one term; None if its expression has none.
 
@@ -118,6 +129,8 @@ def term_of(edit: Edit, holder: object = None) -> str | None:
         return "the mean is not subtracted"
     if edit.new in ("is left out", "is zero"):
         return _first(_LEFT_OUT, edit.old)
+    if (changed := _of_sum(edit)) is not None:
+        return changed
     if edit.new == "is in the other order" or (edit.new.startswith("is `(") and "=" in edit.new):
         return _first(_EXCHANGED, edit.old)
     if "softmax(" in edit.old and edit.new.startswith("is `torch.sigmoid("):
@@ -141,6 +154,20 @@ def term_of(edit: Edit, holder: object = None) -> str | None:
         return next((f"the activation is {name}" for sign, name in _FUNCTIONS.items() if sign in new), None)
     if new in edit.old and len(new) < len(edit.old):
         return _first(_LEFT_OUT, edit.old.replace(new, "", 1))
+    return None
+
+
+def _of_sum(edit: Edit) -> str | None:
+    sides = edit.old.split(" + ")
+    called = {side: "the residual" if re.search(r"\bresidual\b", side) else "the branch" for side in sides}
+    if len(sides) != 2 or len(set(called.values())) != 2:
+        return None
+    for pattern, said in _OF_SUMS:
+        match = re.fullmatch(pattern, edit.new)
+        if match is not None and set(match.groupdict().values()) <= called.keys():
+            names = {key: called[side] for key, side in match.groupdict().items()}
+            lost = next(name for side, name in called.items() if side != match["one"])
+            return said.format(**names, lost=lost)
     return None
 
 

@@ -41,8 +41,6 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "ReLU": functional.relu,
     "left out": lambda x: x,
 }
-_NAMED = 1e-2
-"""Distance up to which a fitted factor is one that has a name."""
 
 
 def wrong_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -307,45 +305,3 @@ def _only_expert(mixture: Mixture) -> int | None:
         if is_always and is_most and not is_chance:
             suspects.append(expert)
     return suspects[0] if len(suspects) == 1 else None
-
-
-def other_sum(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The routed experts' output and the gated one of the shared expert, added otherwise.
-
-    Causes: of a sum of several tensors: *tap* is not added, added twice, subtracted, added with a factor of *value*;
-    *tap* is added in the place of *tap*.
-    """
-    parts = _parts(wrong)
-    if parts is None:
-        return
-    routed, shared, gate = parts
-    gated = shared * gate.sigmoid()
-    tried = {
-        "the shared expert is not added": routed,
-        "the routed experts are not added": gated,
-        "the shared expert is added without its gate": routed + shared,
-        "the gate of the shared expert is used without a sigmoid": routed + shared * gate,
-        "the gate of the shared expert is applied to the routed experts instead": routed * gate.sigmoid() + shared,
-        "the gate of the shared expert is applied to the routed experts, too": (routed + shared) * gate.sigmoid(),
-        "the shared expert is added twice": routed + 2 * gated,
-        "the shared expert is subtracted": routed - gated,
-    }
-    yield from hypotheses(tried)
-    for what, part in (("shared expert", gated), ("routed experts", routed)):
-        factor = 1 + wrong.factor_of(part, wrong.expected)
-        if min(abs(factor - named) for named in (-1, 0, 2)) > _NAMED:
-            output = wrong.expected + (factor - 1) * part
-            yield Hypothesis(cause=f"the output of the {what} is scaled by {factor:.4g}", output=output, num_fitted=1)
-
-
-def _parts(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Return routed and shared experts' outputs [R, D] and the gate [R, 1]; None if something else is summed."""
-    width = wrong.expected.shape[1]
-    flat = [x.flatten(1) for x in wrong.inputs if x.dim() > 1]
-    wide, gates = [x for x in flat if x.shape[1] == width], [x for x in flat if x.shape[1] == 1]
-    if len(wide) != 2 or len(gates) != 1 or width == 1:
-        return None
-    for routed, shared in (wide, wide[::-1]):
-        if wrong.is_expected(routed + shared * gates[0].sigmoid()):
-            return routed, shared, gates[0]
-    return None

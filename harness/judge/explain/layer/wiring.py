@@ -15,7 +15,7 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind, Operation
 from harness.judge.explain.any_kind.generic import other_taps
 from harness.judge.explain.core.rerun import replay
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
 _MAX_TENSORS = 14
 _PROBED_ROWS = 2
@@ -25,42 +25,6 @@ _SAME = 1e-6
 _ROUNDINGS = 4.0
 """Roundings by which a sum may be off from the tensor that holds it."""
 _MOST_PARTS = 4
-
-
-def other_sum(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """One term of a sum is left out, comes twice, with another sign or factor; or another tensor is added.
-
-    Causes: of a sum of several tensors: *tap* is not added, added twice, subtracted, added with a factor of *value*;
-    *tap* is added in the place of *tap*.
-    """
-    operation = wrong.operation
-    terms = {wrong.graph[tap].site: x.flatten(1) for tap, x in zip(operation.inputs, wrong.inputs, strict=True)}
-    if len(terms) < 2 or any(x.shape != wrong.expected.shape for x in terms.values()):
-        return
-    factors = _factors(wrong.expected, terms)
-    if factors is None:
-        return
-    for name, x in terms.items():
-        part = factors[name] * x
-        for how, times in (("not added", -1), ("added twice", 1), ("subtracted", -2)):
-            yield Hypothesis(cause=f"{name} is {how}", output=wrong.expected + times * part)
-        factor = 1 + wrong.factor_of(part, wrong.expected)
-        cause = f"{name} is added with a factor of {factor * factors[name]:.4g} instead of {factors[name]:.4g}"
-        yield Hypothesis(cause=cause, output=wrong.expected + (factor - 1) * part, num_fitted=1)
-        for name_of_another, tensor in _near(wrong).items():
-            if name_of_another not in terms:
-                cause = f"{name_of_another} is added in the place of {name}"
-                yield Hypothesis(cause=cause, output=wrong.expected + factors[name] * (tensor - x), is_vague=True)
-
-
-def _factors(expected: torch.Tensor, terms: Mapping[str, torch.Tensor]) -> dict[str, float] | None:
-    """Return the factors of the terms in a sum; None if it is no sum of them."""
-    columns = torch.stack([x.flatten() for x in terms.values()], dim=1)
-    solution = torch.linalg.lstsq(columns, expected.reshape(-1, 1)).solution
-    left = float((columns @ solution - expected.reshape(-1, 1)).norm())
-    if left > _SAME * float(expected.norm()):
-        return None
-    return dict(zip(terms, solution[:, 0].tolist(), strict=True))
 
 
 def other_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -113,33 +77,24 @@ def _near(wrong: WrongOperation) -> dict[str, torch.Tensor]:
 
 
 def other_addition(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Only one of the two is there, or one is added twice, subtracted, or with a factor of its own, which is fitted.
+    """Residual and branch are added with factors, which are fitted.
 
-    Causes: the residual is not added; the branch is not added to the residual; added twice; subtracted; added with a
-    factor of *value*; the residual with a factor of *value*, and the branch with one of *value*. Where routed and
-    shared experts are added, they are named.
+    Causes: the branch is added with a factor of *value*; the residual with a factor of *value*, and the branch with one
+    of *value*.
     """
-    stream, branch = _sides(wrong)
-    first, second = _names(wrong)
-    yield from hypotheses(
-        {
-            f"{first} is not added": branch,
-            f"{second} is not added to {first}": stream,
-            f"{second} is added twice": stream + 2 * branch,
-            f"{first} is added twice": 2 * stream + branch,
-            f"{second} is subtracted": stream - branch,
-        }
-    )
+    sides = dict(zip(wrong.operation.inputs, wrong.inputs, strict=True))
+    stream, branch = (sides[tap] for tap in _order(wrong))
     of_branch, of_stream = wrong.factor_of(branch, stream), wrong.factor_of(stream, branch)
     for name, factor, output in (
-        (second, of_branch, stream + of_branch * branch),
-        (first, of_stream, of_stream * stream + branch),
+        ("branch", of_branch, stream + of_branch * branch),
+        ("residual", of_stream, of_stream * stream + branch),
     ):
-        yield Hypothesis(cause=f"{name} is added with a factor of {factor:.4g}", output=output, num_fitted=1)
-    sides = torch.stack((stream.flatten(), branch.flatten()), dim=1)
-    factors = torch.linalg.lstsq(sides, wrong.actual.reshape(-1, 1)).solution[:, 0].tolist()
+        yield Hypothesis(cause=f"the {name} is added with a factor of {factor:.4g}", output=output, num_fitted=1)
+    columns = torch.stack((stream.flatten(), branch.flatten()), dim=1)
+    factors = torch.linalg.lstsq(columns, wrong.actual.reshape(-1, 1)).solution[:, 0].tolist()
     if min(abs(factor - 1) for factor in factors) > max(_SAME, rounding_unit(wrong.dtype)):  # else one factor says it
-        cause = f"{first} is added with a factor of {factors[0]:.4g}, and {second} with one of {factors[1]:.4g}"
+        first, second = (f"{factor:.4g}" for factor in factors)
+        cause = f"the residual is added with a factor of {first}, and the branch with one of {second}"
         yield Hypothesis(cause=cause, output=factors[0] * stream + factors[1] * branch, num_fitted=2)
 
 
@@ -148,21 +103,6 @@ def _order(wrong: WrongOperation) -> tuple[str, str]:
     taps = [operation.tap for operation in wrong.graph]
     first, second = sorted(wrong.operation.inputs, key=taps.index)
     return first, second
-
-
-def _sides(wrong: WrongOperation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return stream and branch, [R, W] each."""
-    sides = dict(zip(wrong.operation.inputs, wrong.inputs, strict=True))
-    stream, branch = (sides[tap] for tap in _order(wrong))
-    return stream, branch
-
-
-def _names(wrong: WrongOperation) -> tuple[str, str]:
-    """Return what the two sides are called: a layer adds a branch to its residual stream, and experts to each other."""
-    sites = [wrong.graph[tap].site for tap in _order(wrong)]
-    if any("expert" in site for site in sites) and wrong.operation.site in {site.rpartition(".")[0] for site in sites}:
-        return "the output of " + sites[0], "the output of " + sites[1]
-    return "the residual", "the branch"
 
 
 def other_order(wrong: WrongOperation) -> Iterator[Hypothesis]:

@@ -44,68 +44,6 @@ _ALIKE = 0.7
 """Cosine from which fitted weights are a changed version of the right ones."""
 
 
-def bias_dropped(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The bias is dropped; the bias is added twice."""
-    bias = _bias(wrong, wrong.operation.tap)
-    if bias is not None:
-        yield Hypothesis(cause="the bias is dropped", output=wrong.expected - bias)
-        yield Hypothesis(cause="the bias is added twice", output=wrong.expected + bias)
-
-
-def zero_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weights are zero: not loaded; weights and bias are zero: not loaded."""
-    bias = _bias(wrong, wrong.operation.tap)
-    zero = torch.zeros_like(wrong.expected)
-    yield Hypothesis(cause="the weights are zero: not loaded", output=zero if bias is None else zero + bias)
-    if bias is not None:
-        yield Hypothesis(cause="weights and bias are zero: not loaded", output=zero)
-
-
-def other_weights(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The weights are those of another module of the same shape: of this layer, or the same of another layer.
-
-    Causes: the weights are those of *tap*.
-    """
-    right = wrong.weight(wrong.operation.tap)
-    if right is None:
-        return
-    x = _x(wrong)
-    for operation in wrong.graph:
-        tap = operation.tap
-        is_near = operation.layer == wrong.operation.layer or operation.site == wrong.operation.site
-        if operation.kind is not wrong.operation.kind or tap == wrong.operation.tap or not is_near:
-            continue
-        weight = wrong.weight(tap)
-        if weight is not None and weight.shape == right.shape:
-            yield Hypothesis(cause=f"the weights are those of {tap}", output=product(x, weight, _bias(wrong, tap)))
-            if (bias := _bias(wrong, wrong.operation.tap)) is not None:
-                yield Hypothesis(
-                    cause=f"the weight, without its bias, is that of {tap}", output=product(x, weight, bias)
-                )
-
-
-def tied_head(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The head is tied to the embedding though it has weights of its own."""
-    if wrong.operation.tap == LOGITS:
-        table = next((wrong.weight(op.tap) for op in wrong.graph if op.kind is Kind.EMBEDDING), None)
-        if table is not None and table.shape == wrong.module.weight.shape:
-            yield Hypothesis(
-                cause="the head is tied to the embedding though it has weights of its own",
-                output=product(_x(wrong), table),
-            )
-
-
-def transposed(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """A square weight is used the wrong way round.
-
-    Causes: the weight is transposed.
-    """
-    weight = wrong.weight(wrong.operation.tap)
-    if weight is not None and weight.shape[0] == weight.shape[1]:
-        output = product(_x(wrong), weight.T, _bias(wrong, wrong.operation.tap))
-        yield Hypothesis(cause="the weight is transposed", output=output)
-
-
 def weight_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The rows of the weight are in another order, and the elements of the bias are not."""
     bias = _bias(wrong, wrong.operation.tap)
@@ -382,7 +320,8 @@ def declared_failures(wrong: WrongOperation) -> Iterator[WrongOperation]:
         if is_adapted:  # the adapter's own products take the inputs as they are
             yield replace(wrong, expected=wrong.expected + (inputs - x) @ weight.T)
             continue
-        yield replace(wrong, inputs=[inputs], expected=product(inputs, weight, bias))
+        rerun = wrong.rerun and wrong.rerun.reading(wrong.operation.inputs[0], wrong.rows, inputs)
+        yield replace(wrong, inputs=[inputs], expected=product(inputs, weight, bias), rerun=rerun)
 
 
 def _declared_inputs(wrong: WrongOperation, x: torch.Tensor, declared: Numerics) -> Iterator[torch.Tensor]:

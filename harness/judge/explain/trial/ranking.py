@@ -256,7 +256,8 @@ def _equals(best: Trial, group: Sequence[Trial], wrong: WrongOperation) -> list[
     for trial in group:
         if trial.hypothesis.num_fitted and any(_is_same(item, trial, wrong) for item in named):
             continue
-        if trial.hypothesis.cause != best.hypothesis.cause and trial.is_as_good_as(best):
+        short_and_long = sorted((trial.hypothesis.cause, best.hypothesis.cause), key=len)
+        if not short_and_long[1].startswith(short_and_long[0]) and trial.is_as_good_as(best):
             causes.setdefault(trial.hypothesis.cause, trial)
     return list(causes.values())
 

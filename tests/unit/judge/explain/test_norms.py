@@ -15,7 +15,7 @@ from harness.judge.explain import norms
 from harness.judge.explain.causes import EXPLANATIONS
 from harness.judge.explain.trial.ranking import rank_hypotheses
 
-from .toys import ToyModel, by_cause, failure_of, outputs, random
+from .toys import ToyModel, by_cause, failure_of, random
 
 TAP, SIBLING = "model.layers.1.norm", "model.layers.0.norm"
 ROWS, WIDTH, EPS = 16, 24, 1e-3
@@ -113,14 +113,6 @@ WEIGHTS = {
     ),
 }
 MISTAKES = WEIGHTS | {
-    "the norm's weight is not applied": lambda right: of(weight=lambda w: torch.ones_like(w) - right.offset)(right),
-    "the norm's weight is applied twice": lambda right: of(weight=lambda w: (w + right.offset) ** 2 - right.offset)(
-        right
-    ),
-    "is applied as 1 + weight|is applied as it is, without adding 1": lambda right: of(
-        weight=lambda w: w + 1 - 2 * right.offset
-    )(right),
-    "the norm only applies its weight": of(scale=lambda wrong: torch.ones_like),
     "wrong eps: 1e-05 instead of 0.001": of(eps=1e-5),
     "wrong eps: 0.42 instead of 0.001": of(eps=0.42),
     "eps 0.001 is added to the sum of the squares instead of to their mean": lambda right: of(
@@ -136,7 +128,6 @@ MISTAKES = WEIGHTS | {
     "the mean is not subtracted|a layer norm: the mean is subtracted": of(
         is_centred=lambda wrong: not wrong.is_centred
     ),
-    f"the weight is that of {SIBLING}": lambda right: of(weight=lambda w: random(len(w), seed=8))(right),
     "the norm's variance is computed in bfloat16": statistic(coarse(torch.bfloat16)),
     "the norm's variance is computed in float16": statistic(coarse(torch.float16)),
     "the norm is computed in bfloat16": of(low=coarse(torch.bfloat16)),
@@ -174,7 +165,7 @@ def test_what_an_explanation_yields_is_named_if_it_is_planted(form):
         for hypothesis in explain(sound)
         if not hypothesis.num_fitted and not hypothesis.is_vague
     ]
-    assert len({hypothesis.cause for hypothesis in planted}) > 25
+    assert len({hypothesis.cause for hypothesis in planted}) > 15
     for hypothesis in planted:
         explanation = named(right, hypothesis.output, bound=1.0)
         is_seen = (hypothesis.output - sound.expected).norm() > 1e-4 * sound.expected.norm()
@@ -190,7 +181,6 @@ def test_the_elements_that_are_normalised():
     heads = X.unflatten(1, (3, -1))
     apart = (heads / (heads.square().mean(-1, keepdim=True) + EPS).sqrt()).flatten(1) * wide.weight
     assert named(wide, apart).cause == "the norm runs over each head instead of all heads together"
-    assert named(wide, X).cause == "the norm is skipped"
 
 
 @pytest.mark.parametrize(
@@ -320,9 +310,8 @@ def test_forms_of_hf_modules():
     nemotron = NemotronLayerNorm1P(WIDTH, eps=EPS).double()
     nemotron.weight.data, nemotron.bias.data = random(WIDTH, seed=1), random(WIDTH, seed=2)
     form = norms.form_of(wrong_rows(nemotron, nemotron))
-    assert (form.is_offset, form.is_centred, form.eps) == (True, True, EPS)
-    cause = "the norm's weight is applied as it is, without adding 1"
-    assert named(nemotron, nemotron(X) - layer_norm(X, (WIDTH,), eps=EPS)).cause == cause
+    assert (form.is_centred, form.eps) == (True, EPS)
+    torch.testing.assert_close(form.weight, nemotron.weight.data + 1)
     olmo = OlmoLayerNorm(WIDTH)
     form = norms.form_of(wrong_rows(olmo, olmo))
     assert (form.eps, form.is_centred) == (1e-5, True)
@@ -384,10 +373,7 @@ def test_a_norm_may_read_a_part_of_what_was_recorded(begin):
     rows, beside = wrong_rows(right, right), random(ROWS, 9, seed=3)
     rows.inputs[0] = torch.cat((beside[:, :begin], X, beside[:, begin:]), dim=1)
     assert torch.equal(norms.form_of(rows).raw[:, 0], X)
-    assert torch.equal(outputs(norms.norm_skipped, rows)["the norm is skipped"], X)
 
-
-# Gated norms, against Mamba 2's and Qwen 3 Next's modules.
 
 # In a recording of the reference engine.
 

@@ -22,6 +22,10 @@ def parameter(name, change):
     return plant
 
 
+def weights_of(path, source):
+    return lambda model: model.get_submodule(path).load_state_dict(model.get_submodule(source).state_dict())
+
+
 def skipped(path):
     return lambda model: setattr(model.get_submodule(path), "forward", lambda x: x)
 
@@ -51,6 +55,20 @@ def gated_after(model):
             "mamba2",
             parameter("backbone.layers.0.mixer.dt_bias", torch.zeros_like),
             "dt_bias of backbone.layers.0.mixer is zero",
+        ),
+        (
+            "starcoder2",
+            weights_of("model.layers.0.mlp.c_proj", "model.layers.1.mlp.c_proj"),
+            "the weights are those of model.layers.1.mlp.c_proj",
+        ),
+        ("olmo", weights_of("lm_head", "model.embed_tokens"), "tied to the embedding"),
+        ("opt", parameter("model.decoder.layers.0.self_attn.out_proj.weight", torch.t), "is transposed"),
+        ("glm4", parameter("model.layers.0.self_attn.k_proj.bias", torch.zeros_like), "is zero: left out"),
+        ("gemma2", parameter("model.norm.weight", lambda x: x - 1), "is applied less one"),
+        (
+            "exaone4",
+            weights_of("model.layers.1.self_attn.k_norm", "model.layers.0.self_attn.q_norm"),
+            "the weights are those of model.layers.0.self_attn.q_norm",
         ),
         ("mamba", parameter("backbone.layers.0.mixer.A_log", lambda x: x + 0.3), "is scaled by 1.35"),
     ],

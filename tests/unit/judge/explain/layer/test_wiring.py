@@ -72,26 +72,11 @@ def of(actual=None, *, inputs=(STREAM_BEFORE, BRANCH_TAP), taps=None, folder=Non
 
 
 @pytest.mark.parametrize("inputs", [(STREAM_BEFORE, BRANCH_TAP), (BRANCH_TAP, STREAM_BEFORE)])
-def test_the_stream_is_the_side_that_was_there_first(tmp_path, inputs):
-    failure = of(inputs=inputs, folder=tmp_path / "r")
-    coefficients = {
-        "the residual is not added": (0, 1),
-        "the branch is not added to the residual": (1, 0),
-        "the branch is added twice": (1, 2),
-        "the residual is added twice": (2, 1),
-        "the branch is subtracted": (1, -1),
-    }
-    unfitted = {cause: item for cause, item in by_cause(wiring.other_addition, failure).items() if not item.num_fitted}
-    assert set(unfitted) == set(coefficients)
-    for cause, (s, b) in coefficients.items():
-        torch.testing.assert_close(unfitted[cause].output, s * S + b * B, rtol=1e-9, atol=1e-12, msg=cause)
-
-
 @pytest.mark.parametrize(("stream", "branch"), [(1, 0.25), (0.6, 1), (0.5, -2)])
-def test_the_factors_of_both_sides_are_fitted(tmp_path, stream, branch):
-    """A fit of both says nothing more where one of them is 1."""
-    failure = of(stream * S + branch * B, folder=tmp_path / "r")
-    alone, one, *both = (item for item in wiring.other_addition(failure) if item.num_fitted)
+def test_the_factors_of_both_sides_are_fitted(tmp_path, inputs, stream, branch):
+    """A fit of both says nothing more where one of them is 1; the stream is the side that was there first."""
+    failure = of(stream * S + branch * B, inputs=inputs, folder=tmp_path / "r")
+    alone, one, *both = wiring.other_addition(failure)
     assert (alone.num_fitted, one.num_fitted, len(both)) == (1, 1, int(1 not in (stream, branch)))
     for item in both:
         assert item.num_fitted == 2
@@ -105,26 +90,7 @@ def test_the_factors_of_both_sides_are_fitted(tmp_path, stream, branch):
         torch.testing.assert_close(one.output, stream * S + B)
 
 
-def test_experts_of_a_sum_are_called_by_their_names():
-    routed, shared = "model.layers.0.mlp.experts", "model.layers.0.mlp.shared_expert"
-    operation = Operation(tap="model.layers.0.mlp", kind=Kind.ADD, inputs=(routed, shared))
-    model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), operation)
-    causes = by_cause(wiring.other_addition, failure_of(operation, S, S + B, S, B, model=model))
-    assert "the output of mlp.experts is not added" in causes
-    assert "the output of mlp.shared_expert is added twice" in causes
-    elsewhere = Operation(tap="model.layers.0.output", kind=Kind.ADD, inputs=(routed, shared))
-    model = ToyModel(*(Operation(tap=tap, kind=Kind.OTHER) for tap in (routed, shared)), elsewhere)
-    assert "the residual is not added" in by_cause(
-        wiring.other_addition, failure_of(elsewhere, S, S + B, S, B, model=model)
-    )
-
-
 MISTAKES = {
-    "the residual is not added": B,
-    "the branch is not added to the residual": S,
-    "the branch is added twice": S + 2 * B,
-    "the residual is added twice": 2 * S + B,
-    "the branch is subtracted": S - B,
     "the branch is added with a factor of 0.22": S + 0.22 * B,
     "the residual is added with a factor of 0.7": 0.7 * S + B,
     "the residual is added with a factor of 0.7, and the branch with one of 1.2": 0.7 * S + 1.2 * B,

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from harness.base.numerics import Numerics
 from harness.errors import Code
 from harness.formats.taps import Kind, Operation
+from harness.judge.compare.conventions.linear import quantised_inputs
 from harness.judge.explain.products import linear
 from harness.judge.explain.trial.ranking import rank_hypotheses
 
@@ -186,13 +188,6 @@ def test_outputs_in_another_order(actual, cause, detail, num_fitted):
 
 
 MISTAKES = OF_FORMATS | {
-    "the bias is dropped": y(bias=None),
-    "the bias is added twice": y(bias=2 * BIAS),
-    "the weights are zero: not loaded": y(0 * WEIGHT),
-    "weights and bias are zero: not loaded": y(0 * WEIGHT, None),
-    **{f"the weights are those of {tap}": y(WEIGHTS[tap], BIASES[tap]) for tap in (KV, FAR_Q, GATE)},
-    **{f"the weight, without its bias, is that of {tap}": y(WEIGHTS[tap]) for tap in (KV, FAR_Q, GATE)},
-    "the weight is transposed": y(WEIGHT.T),
     f"{IN_ORDER}, and those of its bias are not": y(WEIGHT.roll(5, 0)),
     linear.INTERLEAVED: y().unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1),
     "part 1 of 2 of the inputs is not summed, as if a rank were left out": part_of_inputs(lambda w: 0 * w[0], 0),
@@ -243,26 +238,11 @@ def test_tf32_has_ten_bits_and_is_no_cpus():
     assert not any("TF32" in name for name in by_cause(linear.coarse_product, wrong_rows()))
 
 
-def test_the_head():
-    tied = y(WEIGHTS[TABLE], None)
-    cause = "the head is tied to the embedding though it has weights of its own"
-    assert named(tied, HEAD).cause == cause
-    assert by_cause(linear.tied_head, wrong_rows(tap=HEAD, weights={TABLE: WEIGHTS[TABLE][:8]})) == {}
-    assert by_cause(linear.tied_head, wrong_rows()) == {}
-
-
 # What is said of no other product.
 
 
 def test_what_is_not_tried():
-    tried = {
-        cause for explain in (linear.other_weights, linear.transposed) for cause in by_cause(explain, wrong_rows())
-    }
-    assert not any(tap in cause for cause in tried for tap in (FAR_V, LATER, NARROW, NORM))
-    assert by_cause(linear.transposed, wrong_rows(tap=NARROW)) == {}
-    for explain in (linear.bias_dropped, linear.weight_in_another_order):
-        assert by_cause(explain, wrong_rows(bias=False)) == {}
-    assert set(by_cause(linear.zero_weights, wrong_rows(bias=False))) == {"the weights are zero: not loaded"}
+    assert by_cause(linear.weight_in_another_order, wrong_rows(bias=False)) == {}
     assert by_cause(linear.one_weight, wrong_rows(x=X[:2])) == {}
     assert by_cause(linear.outputs_in_another_order, wrong_rows()) == {}
     assert set(by_cause(linear.outputs_in_another_order, wrong_rows(OTHERS[0]))) == {
@@ -272,7 +252,7 @@ def test_what_is_not_tried():
 
 
 @pytest.mark.parametrize("explain", [
-    linear.other_weights, linear.transposed, linear.one_weight, linear.coarse_product, linear.sums_in_16_bits,
+    linear.one_weight, linear.coarse_product, linear.sums_in_16_bits,
 ])  # fmt: skip
 def test_a_product_without_a_weight_or_of_another_width_is_left_alone(explain):
     rows = wrong_rows()
@@ -408,3 +388,11 @@ def test_overflow(bench):
     explanation = bench.explain(TAP, wrong, code=Code.NOT_FINITE, **{SOURCE: x})
     assert explanation.cause == "overflow of float32"
     assert explanation.residual_after is None
+
+
+def test_other_weights_behind_inputs_that_the_engine_declares_to_quantise(bench):
+    tap, source = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.act"
+    (x,) = quantised_inputs(bench.tap(source), ("Q8_0",))
+    recording = bench.planted({tap: x @ bench.weight("model.layers.0.mlp.down_proj").T})
+    recording.manifest = recording.manifest.model_copy(update={"numerics": Numerics(weights=("Q8_0",))})
+    assert bench.explained(recording, tap).cause == "the weights are those of model.layers.0.mlp.down_proj"
