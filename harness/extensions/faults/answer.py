@@ -48,5 +48,6 @@ class Tool(Protocol):
 
         Raises:
             ImportError: the tool is not installed.
-            HarnessError: the engine raised: an answer of its own (`ToolAnswer.error`).
+            HarnessError: ENGINE_FAILED and PROPERTY_VIOLATED: the engine raised, which is an answer
+                (`ToolAnswer.error`). Any other code: there is no answer.
         """

@@ -40,11 +40,8 @@ class AskedTool:
     """What the tool did besides: wrote to standard output, changed the model."""
     seconds: float
     """Of the CPU."""
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the tool takes no such engine."""
-        return self.problem.startswith("takes no ")
+    is_refused: bool = False
+    """Whether the tool takes no such engine."""
 
 
 class ToolProcess(EngineProcess):
@@ -124,7 +121,7 @@ def ask_all(
 
 def _asked(process: ToolProcess, tool: str, id: str, seed: int, device: str, limit_s: float) -> AskedTool:
     question = {"tool": tool, "id": id, "seed": seed, "device": device}
-    said: dict[str, Any] = {"answers": {}, "notes": [], "seconds": 0.0, "distances": {}}
+    said: dict[str, Any] = {"answers": {}, "notes": [], "seconds": 0.0, "distances": {}, "is_refused": False}
     try:
         said |= process.ask(question, doing=id, timeout_s=limit_s)
     except HarnessError as error:
@@ -144,6 +141,7 @@ def _from_json(line: dict[str, Any]) -> AskedTool:
         problem=line["problem"],
         notes=tuple(line["notes"]),
         seconds=line["seconds"],
+        is_refused=line["is_refused"],
     )
 
 
@@ -171,7 +169,7 @@ def _keep(out: Path | None, seed: int, device: str, asked: AskedTool) -> None:
     line = {
         "tool": asked.tool, "id": asked.id, "seed": seed, "device": device, "answers": answers,
         "distances": asked.distances, "problem": asked.problem, "notes": asked.notes,
-        "seconds": round(asked.seconds, 3),
+        "seconds": round(asked.seconds, 3), "is_refused": asked.is_refused,
     }  # fmt: skip
     with writing(out / ANSWERS):
         out.mkdir(parents=True, exist_ok=True)

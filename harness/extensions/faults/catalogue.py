@@ -27,6 +27,8 @@ from harness.extensions.faults.reference import (
     cache,
     conventions,
     drafts,
+    drawn_settings,
+    drawn_settings_experts,
     experts,
     formulas,
     latent,
@@ -36,8 +38,6 @@ from harness.extensions.faults.reference import (
     paths,
     position,
     sampling,
-    unreported,
-    unreported_parts,
     weights,
 )
 from harness.extensions.faults.reference import variants as sound_engines
@@ -58,8 +58,8 @@ _MODULES = (
     parts,
     paths,
     experts,
-    unreported,
-    unreported_parts,
+    drawn_settings,
+    drawn_settings_experts,
 )
 _AGAIN = {
     "bfloat16": (

@@ -15,14 +15,20 @@ from harness.errors import Code, ExitStatus, HarnessError
 
 if TYPE_CHECKING:
     from harness.extensions.faults.answer import Tool
-    from harness.extensions.faults.benchmark import AskedTool, Questions
+    from harness.extensions.faults.benchmark import Questions
     from harness.extensions.faults.fault import Fault, Variant
-    from harness.extensions.faults.score import Score
+    from harness.extensions.faults.power import SmallestError
+    from harness.extensions.faults.report import Benchmark
 
 FAULTS = Forms(
     human="harness.extensions.faults.report:as_text",
     markdown="harness.extensions.faults.report:as_markdown",
     json="harness.extensions.faults.report:as_json",
+)
+POWER = Forms(
+    human="harness.extensions.faults.power:as_table",
+    markdown="harness.extensions.faults.power:as_table",
+    json="harness.extensions.faults.power:as_json",
 )
 
 
@@ -88,58 +94,75 @@ def faults(
 
     Each tool runs in its own process. Sound variants of the engines must pass.
     """
+    chosen = {
+        "--only": only, "--category": category, "--engine": engine, "--sample": sample, "--drawn": drawn,
+        "--variants": variants,
+    }  # fmt: skip
     if check is not None:
-        _refuse_with_check(
-            {
-                "--tool": tool, "--only": only, "--category": category, "--engine": engine, "--sample": sample,
-                "--drawn": drawn, "--variants": variants, "--power": power or None,
-            }
-        )  # fmt: skip
+        _refuse({"--tool": tool, "--power": power or None, **chosen}, "one check is shown, and nothing is scored")
         return _checked(check, device, out, format)
+    if power:
+        _refuse(chosen, "the power has faults and sound engines of its own")
     with progress_bar() as report:
-        from harness.extensions.faults.benchmark import Questions, ask_all, sampled
-        from harness.extensions.faults.catalogue import VARIANTS, choose, kinds_of
-        from harness.extensions.faults.report import Benchmark
+        from harness.extensions.faults.benchmark import Questions
         from harness.extensions.faults.tools import open_tool
         from harness.plan import check_device
 
         check_device(device)
-        begin, kinds = time.perf_counter(), kinds_of(engine)
         tools = {name: open_tool(name) for name in tool or ["harness"]}
-        chosen = sampled([fault for fault in choose(only, category, kinds) if not fault.equivalent], sample, seed)
-        if drawn is not None:
-            chosen = [fault for at in range(drawn) if (fault := _drawn(seed, at, drawn, report)) is not None]
-        number = variants
-        if number is None:
-            size = sample or drawn
-            number = 0 if only or category else None if size is None else size // 2
-        sound = sampled([item for item in VARIANTS.values() if not kinds or item.engine in kinds], number, seed)
         with Questions(seed=seed, device=device, limit_s=limit, out=out) as questions:
             if power:
-                return _power({name: opened.names for name, opened in tools.items()}, questions, report)
-            asked = ask_all(list(tools), [*chosen, *sound], questions, report)
-        scores = _scores(tools, asked, [*chosen, *sound])
-        result = Benchmark(seed=seed, scores=scores, seconds=time.perf_counter() - begin)
+                powers = _power(tools, questions, report)
+            else:
+                entries = _entries(only, category, engine, sample, drawn, variants, seed, report)
+                result = _benchmark(tools, entries, questions, seed, report)
+    if power:
+        POWER.show(powers, format)
+        return ExitStatus.PASS
     FAULTS.show(result, format)
     return ExitStatus.PASS if result.is_clean else ExitStatus.MISMATCH
 
 
-def _refuse_with_check(options: Mapping[str, object]) -> None:
+def _refuse(options: Mapping[str, object], why: str) -> None:
     """Raise BAD_OPTION for the first of the options that has a value."""
     for option in (name for name, value in options.items() if value is not None):
-        what, hint = "one check is shown, and nothing is scored", f"leave {option} or --check out"
-        raise HarnessError(Code.BAD_OPTION, what, where=option, hint=hint)
+        raise HarnessError(Code.BAD_OPTION, why, where=option, hint=f"leave {option} out")
 
 
-def _scores(
-    tools: Mapping[str, "Tool"], asked: Sequence["AskedTool"], entries: Sequence["Fault | Variant"]
-) -> list["Score"]:
-    """Return the score of each tool that an adapter answers for."""
+def _entries(
+    only: list[str] | None, category: list[str] | None, engine: list[str] | None, sample: int | None,
+    drawn: int | None, variants: int | None, seed: int, report: Progress
+) -> "list[Fault | Variant]":  # fmt: skip
+    """Return the faults and sound variants that the options choose."""
+    from harness.extensions.faults.benchmark import sampled
+    from harness.extensions.faults.catalogue import VARIANTS, choose, kinds_of
+
+    kinds = kinds_of(engine)
+    if drawn is None:
+        faults = sampled([fault for fault in choose(only, category, kinds) if not fault.equivalent], sample, seed)
+    else:
+        faults = [fault for at in range(drawn) if (fault := _drawn(seed, at, drawn, report)) is not None]
+    size = sample or drawn
+    if variants is None:
+        variants = 0 if only or category else None if size is None else size // 2
+    sound = [item for item in VARIANTS.values() if not kinds or item.engine in kinds]
+    return [*faults, *sampled(sound, variants, seed)]
+
+
+def _benchmark(
+    tools: "Mapping[str, Tool]", entries: "Sequence[Fault | Variant]", questions: "Questions", seed: int,
+    report: Progress
+) -> "Benchmark":  # fmt: skip
+    """Ask every tool of every engine, and return the score of each name that a tool answers for."""
+    from harness.extensions.faults.benchmark import ask_all
+    from harness.extensions.faults.report import Benchmark
     from harness.extensions.faults.score import score
     from harness.extensions.faults.tools import num_lines
 
+    begin = time.perf_counter()
+    asked = ask_all(list(tools), entries, questions, report)
     by_id = {entry.id: entry for entry in entries}
-    return [
+    scores = [
         score(
             label, [item for item in asked if item.tool == name], by_id,
             is_rule=label in opened.rules, num_lines=num_lines(name),
@@ -147,13 +170,13 @@ def _scores(
         for name, opened in tools.items()
         for label in opened.names
     ]  # fmt: skip
+    return Benchmark(seed=seed, scores=scores, seconds=time.perf_counter() - begin)
 
 
-def _power(tools: Mapping[str, Sequence[str]], questions: "Questions", report: Progress) -> int:
-    from harness.extensions.faults.power import as_table, measure
+def _power(tools: "Mapping[str, Tool]", questions: "Questions", report: Progress) -> "list[SmallestError]":
+    from harness.extensions.faults.power import measure
 
-    typer.echo(as_table(measure(tools, questions, report)), nl=False)
-    return ExitStatus.PASS
+    return measure({name: opened.names for name, opened in tools.items()}, questions, report)
 
 
 def _drawn(seed: int, index: int, total: int, report: Progress) -> "Fault | None":

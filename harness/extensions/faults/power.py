@@ -1,7 +1,7 @@
 """The smallest error that a tool finds: of an eps, theta, softmax scale, one expert, one slot of the cache."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -133,6 +133,11 @@ def measure(
                 smallest[name] = SIZES[low] if low >= 0 else None
         powers.append(SmallestError(quantity=quantity, dtype=dtype, smallest=smallest, alarms=alarms))
     return powers
+
+
+def as_json(powers: Sequence[SmallestError]) -> dict[str, Any]:
+    """Return the smallest sizes under the keys of docs/faults.md."""
+    return {"schema_version": 1, "power": [asdict(power) for power in powers]}
 
 
 def as_table(powers: Sequence[SmallestError], *, tablefmt: str = "github") -> str:

@@ -50,6 +50,7 @@ def _tool_json(score: Score) -> dict[str, Any]:
         "notes": dict(score.notes),
         **{name: _rate_json(score.rate(name)) for name in RATES},
         "false_alarms": _rate_json(score.false_alarms),
+        "num_unanswered": score.num_unanswered,
         "faults": [_grade_json(grade) for grade in score.grades],
         "alarms": [
             {"id": alarm.variant.id, "answer": None if alarm.answer is None else alarm.answer.as_json()}
@@ -101,24 +102,16 @@ def _tools(scores: Iterable[Score], tablefmt: str) -> str:
             len(score.grades),
             *(_shown(score.rate(name)) for name in RATES),
             _shown(score.false_alarms),
+            score.num_unanswered,
             f"{score.median_seconds:.1f}",
             score.num_lines,
         ]
         for score in scores
     ]
     headers = [
-        "tool",
-        "faults",
-        "detected",
-        "operation",
-        "within one",
-        "row",
-        "named",
-        "wrongly",
-        "alarms",
-        "s",
+        "tool", "faults", "detected", "operation", "within one", "row", "named", "wrongly", "alarms", "no answer", "s",
         "lines",
-    ]
+    ]  # fmt: skip
     return tabulate(rows, headers=headers, tablefmt=tablefmt, disable_numparse=True)
 
 
@@ -145,7 +138,11 @@ def _by(scores: Sequence[Score], group_of: Callable[[Grade], str], tablefmt: str
 
 def _wrong(score: Score, tablefmt: str) -> str:
     rows = [_wrong_row(grade) for grade in score.grades if not (grade.row and _is_named(grade))]
-    rows += [[alarm.variant.id, "false alarm", *_said(alarm)] for alarm in score.alarms if alarm.is_alarm]
+    rows += [
+        [alarm.variant.id, "false alarm" if alarm.is_alarm else "no answer", *_said(alarm)]
+        for alarm in score.alarms
+        if alarm.is_alarm or alarm.answer is None
+    ]
     widths = [None, None, None, None if tablefmt == "github" else _WIDTH]
     headers = ["fault or variant", "wrong", "found first", "said"]
     return tabulate(rows, headers=headers, tablefmt=tablefmt, maxcolwidths=widths, disable_numparse=True)

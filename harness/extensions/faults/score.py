@@ -114,8 +114,13 @@ class Score:
 
     @property
     def false_alarms(self) -> Rate:
-        """Return how often a sound variant alarmed."""
-        return Rate(sum(alarm.is_alarm for alarm in self.alarms), len(self.alarms))
+        """Return how often a sound variant alarmed, of those with an answer."""
+        return Rate(sum(alarm.is_alarm for alarm in self.alarms), len(self.alarms) - self.num_unanswered)
+
+    @property
+    def num_unanswered(self) -> int:
+        """The number of sound variants without an answer."""
+        return sum(alarm.answer is None for alarm in self.alarms)
 
     @property
     def median_seconds(self) -> float:

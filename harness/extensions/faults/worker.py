@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from harness.engines.worker import serve
-from harness.errors import HarnessError
+from harness.errors import Code, HarnessError
 from harness.extensions.faults.answer import Tool, ToolAnswer
 from harness.extensions.faults.catalogue import entry_of
 from harness.extensions.faults.fault import Fault, Variant
@@ -24,7 +24,9 @@ from harness.extensions.faults.subject import ToolSubject, opened
 from harness.extensions.faults.tools import open_tool
 from harness.extensions.faults.zoo.quiet import quiet
 
-_NOTHING: Mapping[str, Any] = {"answers": {}, "notes": [], "seconds": 0.0, "distances": {}}
+_NOTHING: Mapping[str, Any] = {"answers": {}, "notes": [], "seconds": 0.0, "distances": {}, "is_refused": False}
+_OF_THE_ENGINE = {Code.ENGINE_FAILED, Code.PROPERTY_VIOLATED}
+"""Errors that tell of the engine; any other tells that it was not checked."""
 UNREACHED = "the code with the mistake never ran: the setting is wrong"
 
 
@@ -39,7 +41,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     tool = open_tool(question["tool"])
     entry = entry_of(question["id"])
     if entry.engine not in tool.kinds:
-        return {**_NOTHING, "problem": f"takes no {entry.engine}"}
+        return {**_NOTHING, "problem": f"takes no {entry.engine}", "is_refused": True}
     try:
         with quiet(), opened(entry, seed=question["seed"], device=question["device"]) as (subject, planted):
             return asked(tool, subject, entry, planted)
@@ -58,8 +60,11 @@ def asked(tool: Tool, subject: ToolSubject, entry: Fault | Variant, planted: Inj
             answers = tool.check(subject)
         except ImportError as error:
             problem = f"not installed: {error}"
-        except HarnessError as error:  # the engine raised
-            answers = dict.fromkeys(tool.names, ToolAnswer(is_sound=False, error=str(error)))
+        except HarnessError as error:
+            if error.code in _OF_THE_ENGINE:
+                answers = dict.fromkeys(tool.names, ToolAnswer(is_sound=False, error=str(error)))
+            else:
+                problem = f"{error.code}: {error.what}"
         except Exception as error:  # a tool that fails is a row of the table
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             traceback.print_exc()
@@ -70,6 +75,7 @@ def asked(tool: Tool, subject: ToolSubject, entry: Fault | Variant, planted: Inj
     if isinstance(entry, Fault) and planted.num_calls == 0 and subject.suite is None:
         answers, problem = {}, UNREACHED
     return {
+        **_NOTHING,
         "answers": {name: said.as_json() for name, said in answers.items()},
         "problem": problem,
         "notes": notes,
@@ -96,12 +102,13 @@ def fingerprint(engine: Any) -> object:
     """Return what must stay as it is under a tool: weights, buffers, hooks and forwards of a module."""
     if not isinstance(engine, nn.Module):
         return None
-    sums = [float(x.double().sum()) for x in (*engine.parameters(), *engine.buffers()) if x.is_floating_point()]
+    tensors = (*engine.parameters(), *engine.buffers())
+    bits = [hash(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()) for x in tensors]
     hooks = [
         (len(module._forward_hooks), len(module._forward_pre_hooks), id(getattr(module.forward, "__func__", None)))
         for module in engine.modules()
     ]
-    return sums, hooks, engine.training
+    return bits, hooks, engine.training
 
 
 @contextmanager

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from harness.cli.main import run
+from harness.extensions.faults import power
+from harness.extensions.faults.power import SmallestError
 
 
 @pytest.mark.slow
@@ -62,3 +64,24 @@ def test_what_is_not_there_is_refused(capsys, options):
 def test_a_check_of_one_fault_ignores_no_option(capsys, option, where):
     assert run(["faults", "--check", "wrong-block", *option]) == 2
     assert f"where:    {where}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--only", "--category", "--engine", "--sample", "--drawn", "--variants"])
+def test_a_power_ignores_no_option(capsys, option):
+    assert run(["faults", "--power", option, "1"]) == 2
+    assert f"where:    {option}\n" in capsys.readouterr().err
+
+
+def test_a_power_has_every_form(capsys, monkeypatch):
+    measured = SmallestError(quantity="eps", dtype="float32", smallest={"harness": 1e-4, "other": None}, alarms=["other"])
+    monkeypatch.setattr(power, "measure", lambda *_: [measured])
+    shown = {}
+    for form in ("human", "markdown", "json"):
+        assert run(["faults", "--power", "--format", form]) == 0
+        shown[form] = capsys.readouterr().out
+    assert "1.0e-04    (-)" in shown["human"]
+    assert "| eps   | float32 | 1.0e-04   | (-)     |" in shown["markdown"]
+    (entry,) = json.loads(shown["json"])["power"]
+    assert entry == {
+        "quantity": "eps", "dtype": "float32", "smallest": {"harness": 1e-4, "other": None}, "alarms": ["other"],
+    }  # fmt: skip

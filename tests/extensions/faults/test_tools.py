@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from harness.extensions.faults import benchmark
+from harness.extensions.faults import benchmark, worker
 from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.benchmark import ANSWERS, AskedTool, Questions, ask_all, sampled
 from harness.extensions.faults.catalogue import FAULTS, VARIANTS, entry_of
 from harness.extensions.faults.operations import distance_to
-from harness.extensions.faults.report import Benchmark
+from harness.extensions.faults.report import Benchmark, as_text
 from harness.extensions.faults.score import Rate, grade, score
 from harness.extensions.faults.subject import opened
 from harness.extensions.faults.tools import TOOLS, num_lines, open_tool
@@ -19,6 +20,8 @@ from harness.extensions.faults.tools import TOOLS, num_lines, open_tool
 ID = "olmo2/kv-heads-tiled"
 TOOL = """
 import os, sys, time
+import torch
+from harness.errors import Code, HarnessError
 from harness.extensions.faults.answer import ToolAnswer
 from harness.extensions.faults.fault import EngineKind
 
@@ -37,13 +40,25 @@ class Tool:
 def missing(subject):
     import a_package_that_is_not_there
 
-@__import__("torch").no_grad()
+@torch.no_grad()
 def changes(subject):
     next(subject.engine.parameters()).mul_(2)
+
+@torch.no_grad()
+def exchanges(subject):
+    weight = next(subject.engine.parameters())  # their sum stays
+    weight.copy_(weight.flip(0))
+
+def refuses(subject):
+    raise HarnessError(Code.BAD_OPTION, "there is no such schedule")
+
+def hears(subject):
+    raise HarnessError(Code.ENGINE_FAILED, "the engine raised")
 
 TOOLS = {
     "hangs": lambda subject: time.sleep(99), "exits": lambda subject: os._exit(3), "missing": missing,
     "raises": lambda subject: 1 / 0, "prints": lambda subject: print("hello"), "changes": changes,
+    "exchanges": exchanges, "refuses": refuses, "hears": hears,
     "sound": lambda subject: None,
 }
 globals().update({name: Tool(act) for name, act in TOOLS.items()})
@@ -81,6 +96,32 @@ def test_a_tool_that_fails_has_a_row_and_the_run_goes_on(tools, tmp_path):
         assert asked[tools(name)].answers["mine"].row == (0, 0)
 
 
+@pytest.fixture
+def asked_of_a_module(tools):
+    def asked(name, change=None):
+        with opened(entry_of(ID)) as (subject, planted):
+            if change is not None:
+                change(subject.engine)
+            return worker.asked(open_tool(tools(name)), subject, entry_of(ID), planted)
+
+    return asked
+
+
+def test_a_change_of_a_model_is_one_of_its_bits(asked_of_a_module):
+    assert asked_of_a_module("exchanges")["notes"] == ["changed the model"]
+
+    def spoil(model):
+        next(model.parameters()).data.fill_(torch.nan)
+
+    assert asked_of_a_module("sound", spoil)["notes"] == []
+
+
+def test_an_engine_that_is_not_checked_has_no_answer(asked_of_a_module):
+    assert asked_of_a_module("hears")["answers"]["mine"]["error"].startswith("H017")
+    refused = asked_of_a_module("refuses")
+    assert (refused["answers"], refused["problem"]) == ({}, "H013: there is no such schedule")
+
+
 def test_answers_are_kept_and_a_run_goes_on(tools, tmp_path):
     first = asked_of([tools("sound")], ID, "wrong-block", out=tmp_path)
     assert [item.is_refused for item in first] == [False, True]
@@ -94,7 +135,7 @@ def test_answers_are_kept_and_a_run_goes_on(tools, tmp_path):
 def lines_of(*asked, device="cpu"):
     return [
         {"tool": tool, "id": ID, "seed": 0, "device": device, "answers": {}, "distances": {}, "problem": problem}
-        | {"notes": [], "seconds": 1.0}
+        | {"notes": [], "seconds": 1.0, "is_refused": problem.startswith("takes no ")}
         for tool, problem in asked
     ]
 
@@ -125,7 +166,7 @@ class Answering:
 
     def ask(self, question, *, doing, timeout_s):
         answers = {"mine": ToolAnswer(is_sound=True).as_json()}
-        return {"answers": answers, "problem": "", "notes": [], "seconds": 1.0, "distances": {}}
+        return {"answers": answers, "problem": "", "notes": [], "seconds": 1.0, "distances": {}, "is_refused": False}
 
     def close(self):
         pass
@@ -141,13 +182,28 @@ def test_only_an_answer_about_every_engine_is_clean():
 
     def said(id, is_sound=None, problem=""):
         answers = {} if is_sound is None else {"mine": ToolAnswer(is_sound=is_sound)}
-        return AskedTool(tool="mine", id=id, answers=answers, distances={}, problem=problem, notes=(), seconds=1.0)
+        return AskedTool(tool="mine", id=id, answers=answers, distances={}, problem=problem, notes=(), seconds=1.0,
+                         is_refused=problem.startswith("takes no "))  # fmt: skip
 
     assert is_clean(said(ID, is_sound=False), said(variant, is_sound=True))
     assert not is_clean(said(ID, is_sound=True), said(variant, is_sound=True))
     assert not is_clean(said(ID, is_sound=False), said(variant, is_sound=False))
     assert not is_clean(said(ID, is_sound=False), said(variant, problem="its process ended"))
     assert not is_clean(said(ID, problem="takes no module"))
+
+
+def test_a_sound_engine_without_an_answer_is_no_silence(tmp_path):
+    passed, silent = list(VARIANTS)[:2]
+    asked = [
+        AskedTool(tool="mine", id=passed, answers={"mine": ToolAnswer(is_sound=True)}, distances={}, problem="",
+                  notes=(), seconds=1.0),
+        AskedTool(tool="mine", id=silent, answers={}, distances={}, problem="its process ended", notes=(), seconds=1.0),
+    ]  # fmt: skip
+    scored = score("mine", asked, {**FAULTS, **VARIANTS}, is_rule=False, num_lines=1)
+    assert (scored.false_alarms, scored.num_unanswered) == (Rate(0, 1), 1)
+    text = as_text(Benchmark(seed=0, scores=[scored], seconds=1.0))
+    assert "0/1 (0-79 %)" in text
+    assert any(silent in line and "its process ended" in line for line in text.splitlines())
 
 
 def test_a_served_fault_is_detected_and_a_sound_server_passes():

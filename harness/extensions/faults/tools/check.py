@@ -58,10 +58,10 @@ def served(subject: ToolSubject) -> ToolAnswer:
     prompts = [("--token-ids", ",".join(map(str, prompt))) for prompt in subject.prompts]
     options = ["--endpoint", subject.engine, "--model", str(subject.checkpoint), "--dtype", subject.dtype]
     options += ["--max-new-tokens", str(subject.max_new_tokens), "--again", "0", "--format", "json"]
-    with redirect_stdout(StringIO()) as text:
+    with redirect_stdout(StringIO()):
         status = run(["server", "check", *options, *(word for pair in prompts for word in pair)])
     if status not in (ExitStatus.PASS, ExitStatus.MISMATCH):
-        return ToolAnswer(is_sound=False, error=text.getvalue() or f"exit status {status}")
+        raise RuntimeError(f"harness server check: exit status {status}")
     return ToolAnswer(is_sound=status == ExitStatus.PASS, operation=None if status == ExitStatus.PASS else LOGITS)
 
 

@@ -1,4 +1,4 @@
-"""Further mistakes that nobody reported, of rotary embeddings, norms, attention, cache, weights, stream and experts."""
+"""Mistakes of decoders with and without experts, each under a dtype, checkpoint and schedule that were drawn."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +10,7 @@ from torch.nn.functional import gelu, silu
 from harness.extensions.faults.fault import NOTHING, Category
 from harness.extensions.faults.reference.attention import attend
 from harness.extensions.faults.reference.cache import stored
-from harness.extensions.faults.reference.experts import mixed, routed, sum_of
-from harness.extensions.faults.reference.injection import replacing
-from harness.extensions.faults.reference.norm import branches, edited_layers, norm_scaled_by
-from harness.extensions.faults.reference.position import frequencies_changed, positions_changed, rotary
-from harness.extensions.faults.reference.unreported import (
+from harness.extensions.faults.reference.drawn_settings import (
     _fault,
     attention,
     ids_changed,
@@ -23,6 +19,10 @@ from harness.extensions.faults.reference.unreported import (
     projected,
     weight,
 )
+from harness.extensions.faults.reference.experts import mixed, routed, sum_of
+from harness.extensions.faults.reference.injection import replacing
+from harness.extensions.faults.reference.norm import branches, edited_layers, norm_scaled_by
+from harness.extensions.faults.reference.position import frequencies_changed, positions_changed, rotary
 from harness.extensions.faults.reference.weights import loaded
 from reference_engine.families.experts import Expert
 from reference_engine.kv_cache import KVCache

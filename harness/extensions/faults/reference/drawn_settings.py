@@ -1,4 +1,4 @@
-"""Mistakes that nobody reported, put into the reference engine under a drawn dtype, checkpoint and schedule."""
+"""Mistakes of dense decoders in the reference engine, each under a dtype, checkpoint and schedule that were drawn."""
 
 from collections.abc import Callable
 from dataclasses import replace
