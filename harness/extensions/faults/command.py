@@ -1,5 +1,6 @@
 """`harness faults`: the benchmark of tools on engines with mistakes in them."""
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -105,11 +106,10 @@ def faults(
         _refuse(chosen, "the power has faults and sound engines of its own")
     with progress_bar() as report:
         from harness.extensions.faults.benchmark import Questions
-        from harness.extensions.faults.tools import open_tool
         from harness.plan import check_device
 
         check_device(device)
-        tools = {name: open_tool(name) for name in tool or ["harness"]}
+        tools = _opened(tool or ["harness"])
         with Questions(seed=seed, device=device, limit_s=limit, out=out) as questions:
             if power:
                 powers = _power(tools, questions, report)
@@ -121,6 +121,15 @@ def faults(
         return ExitStatus.PASS
     FAULTS.show(result, format)
     return ExitStatus.PASS if result.is_clean else ExitStatus.MISMATCH
+
+
+def _opened(names: Sequence[str]) -> "dict[str, Tool]":
+    """Return the adapters by name; the processes of tools look for modules where this one does, also in this folder."""
+    from harness.extensions.faults.tools import open_tool
+
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    return {name: open_tool(name) for name in names}
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

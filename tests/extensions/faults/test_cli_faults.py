@@ -1,12 +1,25 @@
 """`harness faults`: the benchmark, and the check of one fault."""
 
+import ast
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
 from harness.cli.main import run
 from harness.extensions.faults import power
+from harness.extensions.faults.catalogue import FAULTS
 from harness.extensions.faults.power import SmallestError
+from harness.extensions.faults.reference import norm
+from harness.extensions.faults.score import grade
+from harness.extensions.faults.trial import try_entry
+
+TOOL, FAULT, OF_MODULES = re.findall(
+    r"```py\n(.*?)```", Path(__file__).parents[3].joinpath("docs/faults.md").read_text(), re.DOTALL
+)
+"""The examples of the page, as they stand there."""
 
 
 @pytest.mark.slow
@@ -73,7 +86,8 @@ def test_a_power_ignores_no_option(capsys, option):
 
 
 def test_a_power_has_every_form(capsys, monkeypatch):
-    measured = SmallestError(quantity="eps", dtype="float32", smallest={"harness": 1e-4, "other": None}, alarms=["other"])
+    smallest = {"harness": 1e-4, "other": None}
+    measured = SmallestError(quantity="eps", dtype="float32", smallest=smallest, alarms=["other"])
     monkeypatch.setattr(power, "measure", lambda *_: [measured])
     shown = {}
     for form in ("human", "markdown", "json"):
@@ -83,5 +97,29 @@ def test_a_power_has_every_form(capsys, monkeypatch):
     assert "| eps   | float32 | 1.0e-04   | (-)     |" in shown["markdown"]
     (entry,) = json.loads(shown["json"])["power"]
     assert entry == {
-        "quantity": "eps", "dtype": "float32", "smallest": {"harness": 1e-4, "other": None}, "alarms": ["other"],
+        "quantity": "eps", "dtype": "float32", "smallest": smallest, "alarms": ["other"],
     }  # fmt: skip
+
+
+def test_the_tool_of_the_page_is_asked(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_tool.py").write_text(TOOL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    chosen = ["--only", "olmo2/kv-heads-tiled", "--variants", "0", "--format", "json"]
+    try:
+        assert run(["faults", "--tool", "my_tool:OBJECT", *chosen]) == 0
+    finally:
+        sys.modules.pop("my_tool", None)
+    (scored,) = json.loads(capsys.readouterr().out)["tools"]
+    assert (scored["name"], scored["detected"]["count"]) == ("mine", 1)
+
+
+def test_the_faults_of_the_page_are_found():
+    space = {**vars(norm), "FAULTS": []}
+    exec(FAULT, space)
+    (fault,) = space["FAULTS"]
+    graded = grade(fault, try_entry(fault).answer)
+    assert (graded.row, graded.named) == (True, True)
+    called = ast.parse(OF_MODULES).body[0].value
+    declared = FAULTS["/".join(argument.value for argument in called.args[:2])]
+    assert (declared.summary, declared.tap) == ("The window is 15, not 16.", called.args[3].value)
