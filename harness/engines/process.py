@@ -107,7 +107,7 @@ class EngineProcess:
     def _command(self, python: str, brings_harness: bool, variables: Mapping[str, str]) -> list[str]:
         if brings_harness:
             return [python, "-c", _START_ELSEWHERE.replace("{module}", self.module), str(_PACKAGE)]
-        paths = [path for path in sys.path if path] if python == sys.executable else []
+        paths = [str(Path(path).absolute()) for path in sys.path] if python == sys.executable else []
         if paths and "PYTHONPATH" in variables:  # ours replace what Python has made of it
             paths = [path for path in variables["PYTHONPATH"].split(os.pathsep) if path] + paths
         return [python, "-c", _START.format(module=self.module), json.dumps(paths)]

@@ -4,35 +4,26 @@ In the process of the suite each request runs alone first. Whoever kept its answ
 it would compute. The process here runs the cases in their changed way alone.
 """
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from harness.base.files import scratch_folder
+from harness.engines.process import EngineProcess
+from harness.engines.worker import serve
+from harness.errors import Code, HarnessError
 from harness.properties.core.falsify import NamedAdapter
 from harness.properties.core.findings import PropertyError, PropertyFinding
 from harness.properties.engine.case import EngineCase, expected_program
 
-_LOOP = """
-import json, sys
-answers = []
-for case in json.loads(sys.argv[1]):
-    engine = {expression}(**case["options"])
-    if case["warm_up"]:
-        engine.generate(case["warm_up"], [1] * len(case["warm_up"]))
-    answers.append([[int(token) for token in row] for row in engine.generate(case["prompts"], case["max_new_tokens"])])
-with open(sys.argv[2], "w") as file:
-    json.dump(answers, file)
-"""
 Answers = Sequence[Sequence[int]]
 """New tokens of the requests of a case, in the order in which they were added."""
 
 
+class _FreshProcess(EngineProcess):
+    module = "harness.properties.engine.fresh"
+
+
 def run_again(
-    adapter: NamedAdapter, passed: Sequence[tuple[EngineCase, Answers, Answers]], property: str
+    adapter: NamedAdapter, passed: Sequence[tuple[EngineCase, Answers, Answers]], property: str, *, limit_s: float
 ) -> str | None:
     """Run cases in a new interpreter, and compare their tokens with those of each request alone, or changed, before.
 
@@ -40,26 +31,35 @@ def run_again(
         adapter: what makes the engine.
         passed: cases, with the tokens of each request alone and in the changed way, which are equal but for ties.
         property: what should hold, in one sentence.
+        limit_s: longest time in seconds for all cases.
 
     Returns:
         Why the cases could not be run; None if they were.
 
     Raises:
         PropertyError: a request has other tokens now.
+        HarnessError: ENGINE_TIMED_OUT.
     """
-    program = "\n".join([*adapter.imports, _LOOP.format(expression=adapter.expression)])
-    with scratch_folder("harness-") as folder:
-        out = folder / "answers.json"
-        cases = json.dumps([_as_json(case) for case, _, _ in passed])
-        path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-        ran = subprocess.run(
-            [sys.executable, "-c", program, cases, str(out)], env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False,
-        )  # fmt: skip
-        if ran.returncode or not out.is_file():
-            return (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
-        answers = json.loads(out.read_text())
-    for (case, alone, changed), fresh in zip(passed, answers, strict=True):
+    process = _FreshProcess(adapter.expression)
+    question = {
+        "imports": adapter.imports,
+        "expression": adapter.expression,
+        "cases": [_as_json(case) for case, _, _ in passed],
+    }
+    try:
+        said = process.ask(question, doing="in a process that has served no prompt before", timeout_s=limit_s)
+    except HarnessError as error:
+        if error.code is Code.ENGINE_TIMED_OUT:
+            raise HarnessError(
+                error.code, error.what, where=error.where, expected=error.expected,
+                hint="run the engine on the same prompts in a new process, without earlier ones",
+            ) from error  # fmt: skip
+        return error.what
+    finally:
+        process.close()
+    if "why" in said:
+        return str(said["why"])
+    for (case, alone, changed), fresh in zip(passed, said["answers"], strict=True):
         for place, (request, *known) in enumerate(zip(case.order, alone, changed, strict=True)):
             row = fresh[place] if place < len(fresh) else None
             if row not in known:
@@ -79,3 +79,25 @@ def _as_json(case: EngineCase) -> dict[str, object]:
         "prompts": [case.prompts[request] for request in case.order],
         "max_new_tokens": [case.max_new_tokens[request] for request in case.order],
     }
+
+
+def main() -> None:
+    """Answer questions on standard input: the new tokens of cases."""
+    serve(_answer)
+
+
+def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    scope: dict[str, Any] = {}
+    try:
+        exec("\n".join(question["imports"]), scope)  # the user's program, as a counterexample shows it
+        make = eval(question["expression"], scope)
+        return {"answers": [_tokens(make, case) for case in question["cases"]]}
+    except Exception as error:  # whatever an engine raises
+        return {"why": f"{type(error).__name__}: {error}"}
+
+
+def _tokens(make: Any, case: Mapping[str, Any]) -> list[list[int]]:
+    engine = make(**case["options"])
+    if case["warm_up"]:
+        engine.generate(case["warm_up"], [1] * len(case["warm_up"]))
+    return [[int(token) for token in row] for row in engine.generate(case["prompts"], case["max_new_tokens"])]

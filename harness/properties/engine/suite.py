@@ -1,5 +1,6 @@
 """Metamorphic relations of a whole engine: ways to run the same requests that must not change what is computed."""
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -33,6 +34,9 @@ TIE_BOUND = 10.0
 LOGITS = "lm_head"
 NUM_AGAIN = 12
 """Cases of all relations together that run once more in a process of their own."""
+LEAST_LIMIT_S, MOST_TIMES_LONGER = 60.0, 10
+"""They may take so many seconds, and so many times as long as all examples here took. They are a few of these, and
+libraries are loaded once more."""
 MAX_MODEL_LEN = 48
 
 
@@ -41,8 +45,8 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Rej
 
     Raises:
         PropertyError: they differ.
-        HarnessError: BAD_ADAPTER; TRIGGER_NOT_REACHED where no example did what the relation is about; NOTHING_CHECKED
-            where the adapter has taps and they are empty.
+        HarnessError: BAD_ADAPTER; ENGINE_TIMED_OUT in a process of its own; TRIGGER_NOT_REACHED where no example did
+            what the relation is about; NOTHING_CHECKED where the adapter has taps and they are empty.
     """
     target = EngineUnderTest(factory)
     cases = engine_cases(
@@ -54,10 +58,12 @@ def check_engine(factory: Any, settings: Settings, relation: str = "all") -> Rej
         nonlocal count
         count += target.check(case, counter)
 
-    property = f"what an engine computes does not depend on {RELATIONS[relation].what}"
+    property, begin = f"what an engine computes does not depend on {RELATIONS[relation].what}", time.monotonic()
     rejections = falsify(property, check, cases, settings)
-    if relation == "all" and target.passed and (why := run_again(target.adapter, target.passed, property)):
-        rejections[f"not run in a process of their own: {why}"] += len(target.passed)
+    if relation == "all" and target.passed:
+        limit_s = round(LEAST_LIMIT_S + MOST_TIMES_LONGER * (time.monotonic() - begin))
+        if why := run_again(target.adapter, target.passed, property, limit_s=limit_s):
+            rejections[f"not run in a process of their own: {why}"] += len(target.passed)
     if "taps" in target.methods and not target.num_compared_rows:
         raise HarnessError(
             Code.NOTHING_CHECKED, "no row of any tap was there to be compared", where="--engine",
