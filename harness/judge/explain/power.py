@@ -85,16 +85,20 @@ def _without_sound_rows(comparison: Comparison, hf: HFModel) -> tuple[str, ...]:
 
 
 def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]:
-    """Yield every mistake that can be made in an operation, each once: where several ways make it, the least seen."""
-    least: dict[str, float] = {}
+    """Yield every mistake that can be made in an operation, each once: of the ways that make it, the least seen.
+
+    A way that changes no row is a mistake of its own: no piece of a split history ended before the last row.
+    """
+    ways = dict[tuple[str, bool], list[tuple[float, str]]]()
     for hypothesis in mistakes_in(sound, failures):
         share = _bound_share(sound, hypothesis.output)
-        least[hypothesis.cause] = min(share, least.get(hypothesis.cause, share))
-    for cause, share in least.items():
-        is_seen = share > 1
+        ways.setdefault((hypothesis.cause, share < _NO_EFFECT), []).append((share, hypothesis.detail))
+    for (cause, has_no_effect), made in ways.items():
+        share, detail = made[0] if has_no_effect else min(made)
+        is_seen, is_one_way = share > 1, has_no_effect and (cause, False) in ways
         yield KnownMistake(
             tap=sound.operation.tap,
-            mistake=cause,
+            mistake=f"{cause} ({detail})" if is_one_way else cause,
             bound_share=share,
             is_seen=is_seen,
             needs=None if is_seen else _needs(share, sound.dtype),

@@ -321,12 +321,14 @@ def splits_merged_wrongly(wrong: WrongOperation) -> Iterator[Hypothesis]:
     Causes: split KV: natural log-sum-exp is merged in base 2; the pieces are not rescaled to a common maximum;
     averaged; summed; only the last counts.
     """
-    splits = {f"pieces of {size} tokens": [_pieces(view, size) for view in wrong.views] for size in _split_sizes(wrong)}
+    whole = max(len(view.key) for view in wrong.views)  # these split nothing: power says so
+    sizes = [*_split_sizes(wrong), whole]
+    splits = {f"pieces of {size} tokens": [_pieces(view, size) for view in wrong.views] for size in sizes}
     splits |= {f"{count} pieces": _even_pieces(wrong, count) for count in range(2, 9)}
-    splits["keys of earlier steps, and those of the step itself"] = whole = _old_and_own(wrong)
+    splits["keys of earlier steps, and those of the step itself"] = by_step = _old_and_own(wrong)
     for detail, views in splits.items():
         for cause, weigh in _MERGES.items():
-            if views is whole and weigh is _last_only:
+            if views is by_step and weigh is _last_only:
                 continue  # the same as a mask that hides the cache
             yield Hypothesis(cause=cause, output=torch.cat([item.merged(weigh) for item in views]), detail=detail)
 

@@ -118,6 +118,15 @@ def test_changes_of_hf_code_stand_for_mistakes_that_nobody_wrote_down(sound):
     assert all(item.is_seen for item in mistakes.values())
 
 
+def test_pieces_longer_than_every_request_are_mistakes_that_the_run_does_not_show(sound):
+    report, _ = sound()
+    longest = max(map(len, PROMPTS)) + 1
+    shown = {item.mistake: item for item in report.power.mistakes if item.mistake.startswith("split KV")}
+    for cause in ("split KV: the pieces are averaged", "split KV: natural log-sum-exp is merged in base 2"):
+        assert shown[cause].is_seen
+        assert shown[f"{cause} (pieces of {longest} tokens)"].needs == "other prompts or weights"
+
+
 def test_where_no_mistake_is_tried_is_said(sound):
     report, (comparison, *_rest) = sound()
     tried, rest = {name.split("layers.0.")[-1] for name in comparison.sound}, report.power.not_covered

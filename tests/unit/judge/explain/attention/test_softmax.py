@@ -209,7 +209,7 @@ def in_pieces(number):
 
 
 CUTS = {
-    **{f"pieces of {size} tokens": in_sizes(size) for size in (2, 3, 4, 6, 8)},
+    **{f"pieces of {size} tokens": in_sizes(size) for size in (2, 3, 4, 6, 8, 9)},
     **{f"{number} pieces": in_pieces(number) for number in range(2, 9)},
     STEP_SPLIT: lambda count, begin: [begin, count - begin] if 0 < begin < count else [1, count - 1],
 }
