@@ -105,7 +105,7 @@ class CacheRequests(Machine):
     @action(weight=2, request_id=NEW, token_ids=PROMPTS, salt=st.booleans(), looks_up=st.booleans(), computes=MOSTLY)
     def allocate(self, request_id: int, token_ids: list[int], salt: bool, looks_up: bool, computes: bool) -> None:
         """Start a request."""
-        request = self.new_request(request_id, token_ids, self.salt_if(salt))
+        request = self.new_request(request_id, token_ids, self.salt_if(salt, request_id))
         self.history.append(list(token_ids))
         self.begin_request(request, looks_up=looks_up, computes=computes)
 
@@ -218,9 +218,9 @@ class CacheRequests(Machine):
         self.num_requests = request_id + 1
         return RequestRecord(request_id=request_id, token_ids=list(token_ids), salt=salt)
 
-    def salt_if(self, has_salt: bool) -> str:
-        """Return the salt of a request; empty if it has none."""
-        return "x" if has_salt and self.has_salts else ""
+    def salt_if(self, has_salt: bool, request_id: int) -> str:
+        """Return the salt of a request, one of two that begin alike; empty if it has none."""
+        return f"tenant {request_id % 2}" if has_salt and self.has_salts else ""
 
     def salted(self, salt: str) -> dict[str, object]:
         """Return the keywords of a call."""

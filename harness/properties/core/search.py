@@ -219,7 +219,8 @@ def not_offered(
         lines.append(f"{kind}: no keyword hash_bits: hashes do not collide ({equal})")
     if not subject.takes(starts, "salt"):
         lines.append(f"{kind}: {starts} has no keyword salt ({equal})")
-    return lines
+    longest = max(profile.num_steps for profile in PROFILES.values())
+    return [*lines, f"{kind}: what goes wrong only after more than {longest} calls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,11 @@ def not_checked(named: Any) -> list[str]:
             for method in ("load", "num_generated")
             if target.offers(method)
         ]
-    return [*lines, "ops: norms of more than 1,000 elements, rotary positions past 6,000, heads of more than 128"]
+    return [
+        *lines,
+        "ops: norms of more than 1,000 elements, rotary positions past 6,000, heads of more than 128, theta above 1e7, "
+        "top-k above 3, temperatures above 2, seeds past 2**31",
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,6 +174,8 @@ _CLAIMS: dict[str, Claim] = {
     "scaling a row, and eps by the square, changes nothing": _scale,
     "each row is what the definition gives": _definition,
 }
+_NUM_ROWS = st.integers(1, 4) | st.sampled_from((65, 130))
+_SIZES = st.sampled_from((8, 2, 3, 16, 64, 1000)) | st.sampled_from((128, 256, 512, 768, 896)) | st.integers(1, 1000)
 
 
 @st.composite
@@ -186,7 +188,7 @@ def _cases(draw: DrawFn, dtypes: tuple[str, ...], *, is_centred: bool) -> NormCa
     offset = draw(st.sampled_from((0.0, 1.0, -3.0))) * level if is_centred else 0.0
     return NormCase(
         x=RandomRows(
-            shape=(draw(st.integers(1, 4)), draw(st.sampled_from((8, 2, 3, 16, 64, 1000)))),
+            shape=(draw(_NUM_ROWS), draw(_SIZES)),
             dtype=dtype,
             level=level,
             seed=draw(st.integers(0, 99)),

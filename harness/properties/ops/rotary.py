@@ -228,12 +228,12 @@ def _rotary_cases(draw: DrawFn, dtypes: tuple[str, ...]) -> RotaryCase:
     positions = draw(st.lists(st.integers(0, 40) | st.integers(0, 4000), min_size=1, max_size=6))
     return RotaryCase(
         rows=RandomRows(
-            shape=(len(positions), draw(st.integers(1, 3)), draw(st.sampled_from((8, 2, 4, 6, 16, 64, 128)))),
+            shape=(len(positions), draw(st.integers(1, 3)), draw(st.sampled_from((8, 2, 4, 6, 16, 64, 80, 96, 128)))),
             dtype=draw(st.sampled_from(dtypes)),
             level=2.0 ** draw(st.just(0) | st.integers(-10, 10)),
             seed=draw(st.integers(0, 99)),
         ),
         positions=tuple(positions),
         shift=draw(st.integers(0, 40) | st.integers(0, 2000)),
-        theta=draw(st.sampled_from((10000.0, 100.0, 1000000.0))),
+        theta=draw(st.sampled_from((10000.0, 100.0, 500000.0, 1000000.0, 10000000.0))),
     )

@@ -36,6 +36,7 @@ _LEAST_EXPECTED = 5
 _SEEDS = (*range(_NUM_DRAWS), *range(1 << 16, (1 << 16) + 500))
 """Of the draws that are counted, and of some that are drawn again where seeds are cut to 16 bits."""
 _SHOWN_SEEDS = f"[*range({_NUM_DRAWS}), *range({1 << 16}, {(1 << 16) + 500})]"
+_NUM_REPEATED = 40
 _LEAST_LOG_CHANCE = -30.0
 _PERIODS = (*(1 << power for power in range(1, 10)), 1 << 16)
 _WIDE_VOCAB, _LIKELY = 70_000, 65_539
@@ -244,12 +245,13 @@ def _many_calls(target: OpsUnderTest, request: SampledRow) -> list[str]:
 @st.composite
 def _requests(draw: DrawFn, vocab_size: int | None = None) -> SampledRow:
     size = draw(st.integers(2, 8)) if vocab_size is None else vocab_size
+    filters = draw(st.sets(st.sampled_from(("top-k", "top-p", "min-p"))))  # each alone, too: one hides another
     return SampledRow(
         logits=tuple(draw(st.lists(st.integers(-12, 12).map(lambda x: x / 4), min_size=size, max_size=size))),
         temperature=draw(st.sampled_from((1.0, 0.0, 0.5, 2.0))),
-        top_k=draw(st.sampled_from((0, 1, 2, 3))),
-        top_p=draw(st.sampled_from((1.0, 0.9, 0.5, 0.1))),
-        min_p=draw(st.sampled_from((0.0, 0.1, 0.5))),
+        top_k=draw(st.sampled_from((2, 1, 3))) if "top-k" in filters else 0,
+        top_p=draw(st.sampled_from((0.9, 0.5, 0.1))) if "top-p" in filters else 1.0,
+        min_p=draw(st.sampled_from((0.1, 0.5))) if "min-p" in filters else 0.0,
         seed=draw(st.integers(0, 2**31)),
     )
 
@@ -264,8 +266,8 @@ def _batches(draw: DrawFn) -> list[SampledRow]:
 def _repeated(draw: DrawFn) -> list[SampledRow]:
     """Draw one request with many seeds: sooner or later it draws an unlikely token."""
     request = draw(_requests())
-    first, number = draw(st.integers(0, 2**31)), draw(st.integers(1, 40))
-    return [replace(request, seed=first + i) for i in range(number)]
+    first = draw(st.integers(0, 2**31))
+    return [replace(request, seed=first + i) for i in range(_NUM_REPEATED)]
 
 
 FILE = "generation_config.json"

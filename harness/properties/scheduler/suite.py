@@ -78,7 +78,8 @@ class SchedulerMachine(SchedulerCalls):
             token_ids = token_ids[: longest - max_new_tokens]
         if not token_ids or max_new_tokens < 1:
             raise NotApplicable
-        request = self.new_request(request_id, token_ids, max_new_tokens, "x" if salt and self.has_salts else "")
+        chosen = f"tenant {request_id % 2}" if salt and self.has_salts else ""
+        request = self.new_request(request_id, token_ids, max_new_tokens, chosen)
         self.history.append(list(token_ids))
         salted = {"salt": request.salt} if request.salt else {}
         arguments = (request.request_id, token_ids, max_new_tokens)
@@ -263,7 +264,8 @@ def not_checked(factory: Callable[..., Any]) -> list[str]:
         lines.append("scheduler: it does not declare windows: groups of layers with a sliding window (7)")
     most, longest = max(declared.pool_sizes), max(declared.block_sizes)
     lines.append(
-        f"scheduler: pools of more than {most} blocks, blocks of more than {longest} tokens, and more than "
-        f"{MOST_SEQS} requests at once"
+        f"scheduler: pools of more than {most} blocks, blocks of more than {longest} tokens, budgets above "
+        f"{max(declared.budgets)} tokens, requests of more than {max(declared.max_model_lens)}, and more than "
+        f"{MOST_SEQS} at once"
     )
     return [*lines, "scheduler: 24 needs an engine's output, 26 more than one rank"]

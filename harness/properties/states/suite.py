@@ -146,12 +146,12 @@ class StateCacheMachine(StateCacheCalls):
     @action(weight=2, when=has_connector, request_id=NEW, token_ids=ONE_LONGER, salt=SELDOM)
     def offload(self, request_id: int, token_ids: list[int], salt: bool) -> None:
         """Begin to copy a snapshot to the host."""
-        self._begin("offload", self.new_request(request_id, token_ids, self.salt_if(salt)))
+        self._begin("offload", self.new_request(request_id, token_ids, self.salt_if(salt, request_id)))
 
     @action(weight=4, when=has_connector, request_id=NEW, token_ids=OFFLOADED, salt=SELDOM)
     def load(self, request_id: int, token_ids: list[int], salt: bool) -> None:
         """Start a request by a state on the host."""
-        self._begin("load", self.new_request(request_id, token_ids, self.salt_if(salt)))
+        self._begin("load", self.new_request(request_id, token_ids, self.salt_if(salt, request_id)))
 
     @action(weight=3, request_id=one_of(lambda self: self.moving()), fails=SELDOM)
     def end_transfer(self, request_id: int, fails: bool) -> None:

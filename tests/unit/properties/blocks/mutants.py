@@ -43,6 +43,8 @@ BLOCK_MUTANTS = [
            also=((BlockManager.publish, (("chunk.stop // block_size", "-(-chunk.stop // block_size)"),)),)),
     mutant("collision taken as a hit", PrefixCache.find, ("and self.prefixes[block].is_same(prefix)", ""),
            killed_by=(3, 10, 12)),
+    mutant("salt cut off", PrefixCache.extend, ("self._hash(salt.encode())", "self._hash(salt[:6].encode())"),
+           killed_by=10, also=((Prefix.is_same, ((" or mine.salt != theirs.salt", ""),)),)),
     mutant("salt ignored", PrefixCache.extend, ("self._hash(salt.encode())", "self._hash(b'')"), killed_by=10,
            also=((Prefix.is_same, ((" or mine.salt != theirs.salt", ""),)),)),
     mutant("eviction drops a sibling's entry", PrefixCache.publish,

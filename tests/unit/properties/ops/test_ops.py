@@ -141,6 +141,17 @@ class FirstEndOnly(More):
         return super().num_generated(folder, token_ids)
 
 
+class MinPOfTheColdAlone(More):
+    def sample(self, logits: Any, *, temperatures: Any, min_ps: Any, **rest: Any) -> list[int]:
+        min_ps = [0.0 if temperature > 1 else min_p for temperature, min_p in zip(temperatures, min_ps, strict=True)]
+        return super().sample(logits, temperatures=temperatures, min_ps=min_ps, **rest)
+
+
+class FirstRowsAlone(More):
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return torch.cat([super().rms_norm(x[:64], weight, eps), x[64:]])
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("bug", "check", "error"),
@@ -148,6 +159,8 @@ class FirstEndOnly(More):
         (NeighboursSwapped, check_rotary, AssertionError),
         (NotCentred, check_norms, AssertionError),
         (SampleVariance, check_norms, AssertionError),
+        (MinPOfTheColdAlone, check_sampling, AssertionError),
+        (FirstRowsAlone, check_norms, AssertionError),
         (SpaceLost, check_tokenizer, AssertionError),
         (HalfCharacters, check_tokenizer, AssertionError),
         (OneShardSkipped, check_loader, AssertionError),
