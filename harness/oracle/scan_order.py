@@ -34,7 +34,10 @@ class ScanInAnyChunks(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Round cumulative sums over the tokens of a chunk [..., chunks, tokens], and those of all spans in a chunk."""
+        """Round cumulative sums over the tokens of a chunk, and those of all spans in a chunk.
+
+        Decays are [..., chunks, tokens], or of each channel [..., chunks, tokens, channels].
+        """
         kwargs = kwargs or {}
         sums = func(*args, **kwargs)
         if func not in _SUMS or not sums.is_floating_point() or sums.dim() < 4:
@@ -42,10 +45,12 @@ class ScanInAnyChunks(TorchFunctionMode):
         x, dim = args[0].to(sums.dtype), kwargs.get("dim", args[1] if len(args) > 1 else None)
         if dim in (-1, x.dim() - 1):
             return sums + self._roundings(x)
-        if dim == -2 and _are_spans(x):
-            roundings = self._roundings(x[..., :, 0])
-            return sums + (roundings[..., :, None] - roundings[..., None, :]).tril(-1)
-        return sums
+        if dim not in (-2, x.dim() - 2) or x.dim() < 5:
+            return sums  # of whole chunks, which are passed on one after the other: no differences
+        if not _are_spans(x):
+            return sums + self._roundings(x.movedim(-1, -3)).movedim(-3, -1)
+        roundings = self._roundings(x[..., :, 0])
+        return sums + (roundings[..., :, None] - roundings[..., None, :]).tril(-1)
 
     def _roundings(self, x: torch.Tensor) -> torch.Tensor:
         """Return one rounding, up or down, of each sum of as many terms as a chunk has: [..., chunks, tokens]."""
@@ -56,9 +61,5 @@ class ScanInAnyChunks(TorchFunctionMode):
 
 
 def _are_spans(x: torch.Tensor) -> bool:
-    """Whether a tensor [..., tokens, tokens] repeats numbers below its diagonal, and is 0 elsewhere (`segment_sum`).
-
-    With fewer dimensions it has the sums of whole chunks, which are passed on one after the other: no differences.
-    """
-    is_square = x.dim() >= 5 and x.shape[-1] == x.shape[-2]
-    return is_square and torch.equal(x, x[..., :, :1].expand_as(x).tril(-1))
+    """Whether a tensor [..., tokens, tokens] repeats numbers below its diagonal, and is 0 elsewhere (`segment_sum`)."""
+    return x.shape[-1] == x.shape[-2] and torch.equal(x, x[..., :, :1].expand_as(x).tril(-1))

@@ -38,6 +38,14 @@ def test_each_sum_is_off_by_a_rounding_of_a_whole_chunk():
     assert float(off.max()) < 4 * 64 * UNIT
 
 
+def test_sums_of_each_channel_are_off_by_a_rounding_of_its_chunk():
+    """As of Kimi's delta attention: [1, 1, 3 chunks, 16 tokens, 2 channels], of which one forgets."""
+    exact, rounded = sums(torch.stack([decays(), decays().clamp(min=-0.01)], dim=-1), -2)
+    off = (rounded - exact).abs().flatten(2, 3)
+    assert float(off[0, 0, 5:, 0].min()) > 30 * UNIT
+    assert float(off[0, 0, :, 1].max()) < UNIT
+
+
 def test_spans_are_differences_of_such_sums():
     exact, rounded = sums(spans(decays()), -2)
     off = (rounded - exact).abs()
