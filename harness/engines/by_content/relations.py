@@ -251,9 +251,16 @@ def best_assignment(ties: Sequence[Tie], nodes: Mapping[Node, Candidate]) -> dic
         joined = frozenset(tie.origin) | (frozenset() if tie.is_with_known else {tie.result})
         joined = joined.union(*(groups.get(node, frozenset()) for node in joined))
         groups |= dict.fromkeys(joined, joined)
-    weights = defaultdict[frozenset[Node], int](int)
+    told = defaultdict[frozenset[Node], set[tuple[tuple[int, ...], Node | int]]](
+        set
+    )  # two taps for one result are one piece of evidence
     for tie in ties:
-        weights[groups[tie.origin[0]]] += _WEIGHT_OF_KNOWN if tie.is_with_known else 1
+        result = tie.result if tie.is_with_known else tie.result[1]
+        told[groups[tie.origin[0]]].add((tuple(content for _, content in tie.origin), result))
+    weights = {
+        group: sum(_WEIGHT_OF_KNOWN if isinstance(result, tuple) else 1 for _, result in items)
+        for group, items in told.items()
+    }
     scores = {node: weights[group] for node, group in groups.items()}
     best: dict[str, Candidate] = {}
     for (tap, content), score in scores.items():

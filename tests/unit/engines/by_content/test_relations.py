@@ -38,3 +38,9 @@ def test_a_tensor_is_taken_for_one_tap():
     layers = [tie((f"{at}.out", 1), (f"{at}.norm", 2)) for at in range(2)]
     assert assigned(*layers) == {}
     assert assigned(*layers, tie(("1.norm", 2), ("1.q", 3))) == {"1.out": 1, "1.norm": 2, "1.q": 3}
+
+
+def test_two_taps_for_one_result_are_one_tie():
+    """A tensor times a constant: what several taps read of a norm, or the output of a product in another place."""
+    read = [tie(("norm", 1), (f"{name}.input", 2)) for name in "qk"]
+    assert assigned(*read, tie(("down", 1), ("mlp", 2))) == {}
