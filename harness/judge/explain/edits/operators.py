@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.judge.explain.edits.change import LIKELY, POSSIBLE, UNLIKELY
 
-ROUND, FACTOR = "_rounded", "_factor"
+ROUND, FACTOR = "_rounded", "_fitted"
 """Names in a changed program: the rounding function, and the number that is fitted."""
 NORMS = "norms"
 """Key of the alternatives: norms that a module may be put behind."""

@@ -94,8 +94,8 @@ _OF_SUMS = (
     (r"is `(?P<one>.+)`", "{lost} is not added to {one}"),
     (r"is `\((?P<one>.+)\) \+ 2 \* \((?P<other>.+)\)`", "{other} is added twice"),
     (r"is `2 \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added twice"),
-    (r"is `\((?P<one>.+)\) \+ _factor \* \((?P<other>.+)\)`", "{other} is added with a factor of _factor"),
-    (r"is `_factor \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added with a factor of _factor"),
+    (r"is `\((?P<one>.+)\) \+ _fitted \* \((?P<other>.+)\)`", "{other} is added with a factor of _fitted"),
+    (r"is `_fitted \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added with a factor of _fitted"),
     (r"is `(?P<one>[^-]+) - (?P<other>[^-]+)`", "{other} is subtracted"),
 )
 """What becomes of the sum of a residual and a branch."""

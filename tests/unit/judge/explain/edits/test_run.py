@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GraniteConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GraniteConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer, GraniteMLP, GraniteRMSNorm
 
 import harness
@@ -98,7 +99,7 @@ def test_a_factor_is_put_into_the_changed_code():
     code, x = code_of("norm", norm, "forward", GraniteRMSNorm.forward), torch.randn(3, 8)
     change = next(item for item in code.changes() if "`self.variance_epsilon` is mult" in item.tell(2.0).cause)
     assert change.tell(2.0).cause.endswith("`self.variance_epsilon` is multiplied by 2")
-    assert "_factor" not in change.tell(2.0).detail
+    assert "_fitted" not in change.tell(2.0).detail
     with change.make(2.0):
         actual = norm(x)
     torch.testing.assert_close(actual, GraniteRMSNorm(8, eps=1.0)(x))
@@ -136,6 +137,15 @@ def test_a_change_by_which_a_module_does_not_run_is_named(tmp_path, monkeypatch)
         monkeypatch.setattr(layer.mlp, "forward", without_up.__get__(layer.mlp))
     report = harness.check(model, model=tmp_path, prompts=[PROMPT], max_new_tokens=2, schedules=["plain"])
     assert "the product with up is missing" in report.first_divergence.explanation.cause
+
+
+def test_a_name_of_the_code_is_no_fitted_number():
+    config = DeepseekV3Config(hidden_size=8, n_routed_experts=4, n_group=1, topk_group=1)
+    router = DeepseekV3TopkRouter(config)
+    code = code_of("gate", router, "forward", DeepseekV3TopkRouter.forward)
+    told = [change.tell(2.0) for change in code.changes()]
+    assert any("self.routed_scaling_factor" in item.detail for item in told)
+    assert not any("routed_scaling2" in item.cause + item.detail for item in told)
 
 
 def test_code_that_may_not_end_or_is_not_of_transformers_is_left_alone(monkeypatch):
