@@ -130,7 +130,7 @@ def scaled_neo(model: Any) -> None:
 
 fault(
     "gpt_neo", "scaled-scores", "scores are scaled, which this family does not do",
-    r"h\.0\..*(attention|context|out_proj)", 1, SCALE, scaled_neo,
+    r"h\.0\..*(attention|context|out_proj)", 1, SCALE + r"|`0\.25 \* \(attn_weights\)", scaled_neo,
 )  # fmt: skip
 
 

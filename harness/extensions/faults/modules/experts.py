@@ -56,7 +56,7 @@ def with_corrected_weights(model: Any) -> None:
 
 fault(
     "deepseek_v3", "corrected-weights", "the correction that chooses experts is in their weights, too",
-    r"layers\.1\.mlp\.gate\.1", 0, "bias|correct", with_corrected_weights, dtype=BF16,
+    r"layers\.1\.mlp\.gate\.1", 0, "bias|correct|`scores` is `scores_for_choice`", with_corrected_weights, dtype=BF16,
 )  # fmt: skip
 fault(
     "glm4_moe", "correction-dropped", "experts are chosen without the correction", r"layers\.1\.mlp\.gate.*", None,

@@ -231,7 +231,7 @@ FAULTS = [
         "mean",
         "model.layers.0.input_layernorm", "llama-tiny", "bfloat16", "preempted"),
     _fault("quick-gelu", Category.WIRING, "Quick gelu.", mlp(lambda g, u: g * torch.sigmoid(1.702 * g) * u),
-            "quick GELU",
+            r"quick GELU|sigmoid\(1\.702",  # it is that times its input
         "model.layers.0.mlp.act", "llama-tiny", "bfloat16", "preempted"),
     _fault("activation-clamped", Category.WIRING, "Activation clamped.", mlp(lambda g, u: silu(g).clamp(-0.5, 0.5) * u),
         NOTHING, "model.layers.0.mlp.act", "llama-tiny", "float16", "batched"),

@@ -195,7 +195,7 @@ FAULTS = [
     _fault("expert-not-loaded", "The last product of one expert is zero.", loaded(_unloaded),
            "output of expert 6 is not added", row=_ANY_ROW),
     _fault("expert-of-another-layer", "One expert is that of the next layer.", loaded(_one_of_the_layer_behind),
-           "expert 1 are those of expert 1 of model.layers.1"),
+           "expert 1 are those of expert 1 of model.layers.1", row=_ANY_ROW),
     _fault("experts-of-another-layer", "The experts are those of the next layer.", loaded(_of_the_layer_behind),
            "experts are those of model.layers.1"),
     _fault("experts-gate-and-up", "Gate and up of the experts are swapped.", loaded(_gate_and_up),
