@@ -63,6 +63,17 @@ def corrected_router() -> None:
         print(f"{'a router with a correction bias':38} {name}: {int(same.sum())} of {len(same)} rows choose as vLLM does")
 
 
+def router_in_16_bits() -> None:
+    logits = drawn(4096, 8).half()
+    weights, chosen = CPURouter(top_k=2, global_num_experts=8, renormalize=False)._compute_routing(logits, logits, None)
+    hf = softmax(logits, dim=-1, dtype=torch.float32).half().gather(1, chosen.long())
+    best = logits.double().amax(-1, keepdim=True)
+    total = (logits.double() - best).half().double().exp().half().double().sum(-1, keepdim=True).half()
+    log_of_sum = (total.double().log().half().double() + best).half()
+    steps = (logits.gather(1, chosen.long()).double() - log_of_sum.double()).half().double().exp().half()
+    told("weights of experts in float16", weights, hf, steps, "every step in float16")
+
+
 def float8_cache() -> None:
     heads, size, block = 2, 64, 16
     key, value = (drawn(block, heads, size) for _ in range(2))
@@ -79,5 +90,5 @@ if __name__ == "__main__":
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, "tcp://127.0.0.1:29571", 0, "gloo")
         initialize_model_parallel()
-        for show in (bloom_gelu, gated_norm, xielu, corrected_router, float8_cache):
+        for show in (bloom_gelu, gated_norm, xielu, corrected_router, router_in_16_bits, float8_cache):
             show()

@@ -19,9 +19,12 @@ FAMILIES = {
     "llama": {},
     "qwen2": {"num_attention_heads": 3, "num_key_value_heads": 1},
     "qwen3": {"tie_word_embeddings": True},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    "qwen3_moe": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
     "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-}
+}  # fmt: skip
 """What a family has beside, or in place of, the sizes."""
 
 

@@ -49,6 +49,15 @@ def test_vllm_passes(families, family, dtype):
         assert len(cached) == 2 * 3, "keys and values of three layers"
 
 
+def test_a_router_that_computes_its_softmax_in_float16_is_found(tmp_path):
+    """On a CPU, where weights of experts are not normalised: see reports/cpu/vllm_deviations.py."""
+    folder = write_checkpoint("qwen3_moe", tmp_path, norm_topk_prob=False)
+    (run,) = check(folder, "float16", max_new_tokens=3).runs
+    assert {(finding.code, finding.tap) for finding in run.findings} == {
+        (Code.LOCAL_ERROR, f"model.layers.{layer}.mlp.gate.1") for layer in range(3)
+    }
+
+
 def test_the_note_has_the_options_that_were_given(families):
     result = check(families["llama"], max_new_tokens=2, engine_options={"block_size": "64"})
     assert any("block_size=64" in note for note in result.notes)
@@ -73,7 +82,8 @@ def test_a_cache_without_a_size_gets_vllms_own_share_of_the_memory(families):
         ),  # no machine has it
     ],
 )
-def test_options_that_vllm_refuses(families, options, code, says):
+def test_options_that_vllm_refuses(families, monkeypatch, options, code, says):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # vLLM takes it before an option
     with pytest.raises(HarnessError) as caught:
         check(families["llama"], engine_options=options)
     assert caught.value.code is code
