@@ -12,6 +12,7 @@ from math import inf, prod
 import torch
 
 from harness.engines.by_content.columns import (
+    LOOSE,
     Columns,
     Table,
     limit_of_same,
@@ -213,22 +214,40 @@ class LaterSteps:
         return self._best_reads.get(tap) or next(reversed(self._pending.get(tap, ())), None)
 
     def _take_what_is_read(self, tap: str) -> None:
-        """Take another tensor than the one that holds a value, if all of several readers were computed from that.
+        """Take another tensor than the one that holds a value, if all of its readers were computed from that.
 
-        A value that is changed behind the operation is one mistake, and not one of each reader.
+        A value that is changed behind its operation is one mistake of that operation, and not one of each reader.
         """
-        trials: list[Mapping[str, _Read]] = [{tap: read} for read in self._others.get(tap, ())]
-        if not trials:
-            return
         readers = [op for op in self._hf.graph if tap in op.inputs and not op.is_kept]
-        if len(readers) < 2 or any(reader.tap not in self._pending for reader in readers):
+        if tap not in self.taps or not readers or any(reader.tap not in self._pending for reader in readers):
             return
-        for reader in readers:
+        others = (*self._others.get(tap, ()), *self._changed(self._hf.graph[tap], readers))
+        trials: list[Mapping[str, _Read]] = [{tap: read} for read in others]
+        for reader in readers if trials else ():
             trials = list(self._computing(reader, trials))
         if trials:
             self._take(tap, [trials[0][tap]], TapEvidence.CONSUMERS)
             for reader in readers:
                 self._take(reader.tap, self._pending[reader.tap][-1:], TapEvidence.CONTENT)
+
+    def _changed(self, operation: Operation, readers: Sequence[Operation]) -> Iterator[_Read]:
+        """Yield what may be a value that was changed before it is read: tensors of no tap that were computed since.
+
+        What is computed within the reader's module is the reader's, and what is only rounded is a convention's. A norm
+        that is wrong itself may read what another norm could: a norm makes the same of many tensors.
+        """
+        if any(reader.kind is Kind.NORM for reader in readers):
+            return
+        read = self._best_reads[operation.tap]
+        results = [read.source.site for reader in readers for read in self._pending[reader.tap]]
+        first = min(results, key=self._order.__getitem__)
+        since = [site for site, at in self._order.items() if self._order[read.source.site] < at < self._order[first]]
+        for changed in self._whole(operation, since):
+            source = replace(changed.source, columns=replace(changed.source.columns, order=read.source.columns.ranks))
+            rows = source.columns.of(changed.rows)
+            is_of_reader = source.site.path == first.path != read.source.site.path
+            if not is_of_reader and source not in self._taken and relative_error(rows, read.rows) > LOOSE:
+                yield replace(changed, source=source, rows=rows)
 
     def _find_by(self, reader: Operation, lost: Sequence[Operation]) -> None:
         """Take the tensors for inputs of an operation from which HF computes what the engine has for it."""

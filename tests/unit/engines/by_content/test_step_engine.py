@@ -176,6 +176,23 @@ def heads_of_the_context_swapped(model, fused):
     attn.forward = lambda *arguments: forward(attn, *arguments).view(-1, 2, 2, 32).transpose(1, 2).reshape(-1, 128)
 
 
+def scaled_outside(layer, name):
+    """Scale what a module returns, in the code that calls it."""
+    module = getattr(layer, name)
+    delattr(layer, name)
+    setattr(layer, name, lambda *arguments: module(*arguments) * 1.5)
+
+
+@fault("model.layers.1.attention")
+def context_scaled_before_the_product(model, _fused):
+    scaled_outside(model.layers[1], "attn")
+
+
+@fault("model.layers.1.mlp.act")
+def activation_scaled_before_the_product(model, _fused):
+    scaled_outside(model.layers[1], "act")
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "dtype"), list(product(FAULTS, (torch.float32, torch.bfloat16))))
 def test_a_fault_is_found_at_its_operation_and_hides_no_tap(fused_engine, fused, checkpoints, name, dtype):
