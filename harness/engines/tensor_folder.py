@@ -233,6 +233,15 @@ class FolderEngine:
         yield "taken: " + "; ".join(self._told(tap) for tap in shown) + "; other layers: --format json"
         for tap in (tap for tap in chosen if chosen[tap].evidence is TapEvidence.LOOKED_UP):
             yield f"{tap} is not in the folder: what reads it was judged on HF's embedding of the tokens"
+        layers = {self._graph[tap].layer for tap in chosen}
+        empty = [str(layer) for layer in self._graph.layers if layer not in layers]
+        left = self._finder.left() if empty else []
+        if left:
+            yield (
+                f"not judged: {', '.join(left[:_MOST_SHOWN])}{' and more' if left[_MOST_SHOWN:] else ''}, as wide as "
+                f"taps of layers {', '.join(empty)}, of which no tensor is taken: they hold other values, and nothing "
+                "tells which taps they are; --names FILE does"
+            )
         certain = (TapEvidence.CONTENT, TapEvidence.LOOKED_UP, TapEvidence.NAMED)
         guessed = [tap for tap in chosen if chosen[tap].evidence not in certain]
         for tap in guessed[:_MOST_SHOWN]:

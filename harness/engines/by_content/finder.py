@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import prod
 
 import torch
@@ -106,6 +106,8 @@ _NEAR, _NEAR_SHARE = 1.0, 0.5
 """Relative error of the tensor nearest to a lost value, and its share of those of others, for it to be taken."""
 _ONE_SIZE = 1e-3
 """Relative difference of norms up to which rows have been divided by them: those of 16 bits differ by some 1e-4."""
+_LEAST_IN_ORDER = 4
+"""Tensors that must be found in the order of their numbers for the numbers to be those of the run."""
 _SHARE_OF_NAMES = 0.8
 """Of the names of tensors, those that must follow from other layers' for a name alone to be believed."""
 
@@ -215,7 +217,7 @@ class TapFinder:
     def _find(self) -> None:
         self._barred.clear()
         self.chosen = self._walk({})
-        while self._find_by_relations() or self._find_by_names() or self._find_by_nearness():
+        while self._find_by_relations() or self._find_by_names() or self._find_by_order() or self._find_by_nearness():
             pass
         self._find_logits()
 
@@ -259,6 +261,14 @@ class TapFinder:
         """Return the name of the tensor that was found for a tap."""
         tensor = self.chosen[tap]
         return (self.last_rows if tensor.is_last_row else self.tables)[tensor.table].name
+
+    def left(self) -> list[str]:
+        """Return the names of tensors that are as wide as a lost tap, and no tap's."""
+        widths = {prod(op.shape) for op in self._lost()}
+        rows = [(at, Columns(start=0, stop=table.rows.shape[1])) for at, table in enumerate(self.tables)]
+        return [
+            self.tables[at].name for at, all_of in rows if all_of.stop in widths and not self._is_claimed(at, all_of)
+        ]
 
     def holding(self, tap: str) -> list[Fit]:
         """Return all tables that hold what was found for a tap."""
@@ -613,6 +623,47 @@ class TapFinder:
             elif value is not None and operation.kind is Kind.ROTARY:
                 order = order_of_row(table.rows[0].float(), value[0], self._sharp_limit)
         return replace(whole, order=order) if order is not None and len(order) == whole.stop else whole
+
+    def _find_by_order(self) -> bool:
+        """Take the tensors between two that were found, if they are as many as the lost taps that belong there.
+
+        These are the taps that other layers have; or, if no layer has any, one of each layer. Where names do not differ
+        in numbers alone that grow in the order of the run, take the only tensor that is left, if one tap is. Return
+        whether more was found.
+        """
+        whole = {tap: tensor for tap, tensor in self.chosen.items() if not tensor.is_last_row}
+        taps = sorted(whole, key=self._place.__getitem__)
+        numbers = [[int(number) for number in re.findall(r"\d+", table.name)] for table in self.tables]
+        in_order = [numbers[whole[tap].table] for tap in taps]
+        is_numbered = len({re.sub(r"\d+", "", table.name) for table in self.tables}) == 1
+        is_ordered = is_numbered and len(taps) >= _LEAST_IN_ORDER and in_order == sorted(in_order)
+        between = [*pairwise(taps)] if is_ordered else []
+        new: dict[str, FoundTensor] = {}
+        for one, two in between:
+            low, high = numbers[whole[one].table], numbers[whole[two].table]
+            lost = [op for op in self._lost() if self._place[one] < self._place[op.tap] < self._place[two]]
+            free = [at for at, number in enumerate(numbers) if low < number < high]
+            new |= self._one_each(lost, sorted(free, key=numbers.__getitem__), most=len(free))
+        new = new or self._one_each(self._lost(), range(len(self.tables)), most=1)
+        return bool(new) and self._take(self._walk({**self._assumed, **new}))
+
+    def _one_each(self, lost: Sequence[Operation], tables: Sequence[int], *, most: int) -> dict[str, FoundTensor]:
+        """Return one tensor for each lost tap that other layers have, in their order, if there are as many."""
+        known = {op.tap: next(iter(self._of_site(op).values())).columns for op in lost if self._of_site(op)}
+        widths = {columns.stop for columns in known.values()}
+        free = [
+            at
+            for at in tables
+            if (width := self.tables[at].rows.shape[1]) in widths
+            and not self._is_claimed(at, Columns(start=0, stop=width))
+        ]
+        if not len(known) == len(free) <= most:
+            return {}
+        return {
+            tap: FoundTensor(table=at, columns=columns, evidence=TapEvidence.NAME)
+            for (tap, columns), at in zip(known.items(), free, strict=True)
+            if self.tables[at].rows.shape[1] == columns.stop
+        }
 
     def _find_by_nearness(self) -> bool:
         """Take the tensor that is by far the nearest to a lost value, which is by far the nearest to it as well.

@@ -16,7 +16,7 @@ class TapEvidence(StrEnum):
 
     CONTENT = "content", "it holds what HF computes from the engine's own values"
     CONSUMERS = "consumers", "HF computes what the engine computes next only from it"
-    NAME = "name", "its name is that of the tap, or of the tap in other layers"
+    NAME = "name", "its name is that of the tap, or follows from those of other layers"
     NEAREST = "nearest", "it is by far the nearest to what HF computes"
     LOOKED_UP = "looked up", "it is HF's, since no tensor holds the embedding of the tokens"
     NOT_FINITE = "not finite", "it is the first tensor without a finite row after those that HF computes it from"

@@ -332,14 +332,36 @@ def test_a_wrong_rotation_does_not_hide_the_order_of_elements(checkpoints):
     assert set(finder_of_dump(folder, made).chosen) == set(made.taps)
 
 
+KEPT = ("output", "model.norm", "lm_head", "embed_tokens")
+
+
 def test_outputs_of_layers_that_are_all_wrong_are_told_by_names_and_nearness(checkpoints):
     folder = checkpoints / "llama-tiny"
     made = dump(folder, plant=other_theta, taps=True)
-    kept = ("output", "model.norm", "lm_head", "embed_tokens")
-    made.tensors = [tensor for tensor in made.tensors if tensor.name.startswith("own.") and tensor.name.endswith(kept)]
+    made.tensors = [tensor for tensor in made.tensors if tensor.name.startswith("own.") and tensor.name.endswith(KEPT)]
     finder = finder_of_dump(folder, made)
-    assert set(finder.chosen) == {tap for tap in made.taps if tap.endswith(kept)}
+    assert set(finder.chosen) == {tap for tap in made.taps if tap.endswith(KEPT)}
     assert by_evidence(finder, TapEvidence.CONSUMERS) == {"model.layers.2.output"}
+
+
+def test_outputs_of_layers_that_are_all_wrong_are_told_by_numbers_in_the_order_of_the_run(checkpoints):
+    folder = checkpoints / "llama-tiny"
+    made = dump(folder, plant=other_theta, taps=True)
+    order = [f"own.{tap.replace('layers', 'block')}" for tap in made.taps]
+    made.tensors.sort(key=lambda tensor: order.index(tensor.name) if tensor.name in order else -1)
+    finder = finder_of_dump(folder, unnamed(made, lambda name: name.endswith(KEPT)))
+    assert set(finder.chosen) == {tap for tap in made.taps if tap.endswith(KEPT)}
+    assert by_evidence(finder, TapEvidence.NAME) == {"model.layers.0.output", "model.layers.1.output"}
+
+
+def test_tensors_that_nothing_tells_are_left(checkpoints):
+    folder = checkpoints / "llama-tiny"
+    made = unnamed(dump(folder, plant=other_theta, taps=True), lambda name: name.endswith(KEPT))
+    finder = finder_of_dump(folder, made)
+    values = {tensor.name: tensor.tensor for tensor in made.tensors}
+    left = {tap for name in finder.left() for tap, value in made.taps.items() if value is values[name]}
+    assert left == {"model.layers.0.output", "model.layers.1.output"}
+    assert set(finder.chosen) | left == {tap for tap in made.taps if tap.endswith(KEPT)}
 
 
 def other_heads(made, of_heads):
