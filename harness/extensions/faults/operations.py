@@ -1,6 +1,7 @@
 """How far an operation is from the true one, in the order in which transformers' own model computes them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import prod
 
 import torch
 
@@ -22,7 +23,9 @@ def distance_to(fault: Fault, subject: ToolSubject, operations: Mapping[str, str
     order = [op.tap for op in hf.graph]
     truths = [at for at, tap in enumerate(order) if fault.is_at(tap)]
     if subject.kind is EngineKind.DUMP and truths:
-        shown = torch.load(subject.engine / DUMP_FILE).keys()
+        held = {path: value.numel() for path, value in torch.load(subject.engine / DUMP_FILE).items()}
+        num_rows = len(subject.prompts[0])  # of a module that ran twice, the folder has the last output
+        shown = {op.tap for op in hf.graph if held.get(op.tap) == num_rows * prod(op.shape)}
         truths = [order.index(tap) for tap in [first_shown(hf.graph, order[truths[0]], shown)] if tap is not None]
     return {name: _distance(as_tap(operation, order), order, truths) for name, operation in operations.items()}
 

@@ -28,7 +28,7 @@ def _is_in_prefill(fault: Fault) -> bool:
 
 def _as_dump(fault: Fault) -> Fault:
     """Return a fault as a folder shows it: the first row sees one key, and its context depends on no score."""
-    row = SECOND if fault.row == FIRST and (fault.tap or "").endswith("_rope") else fault.row
+    row = SECOND if fault.row == FIRST and (fault.tap or "").rstrip(")").endswith("_rope") else fault.row
     return replace(fault, id=f"dump/{fault.id}", engine=EngineKind.DUMP, row=row)
 
 
