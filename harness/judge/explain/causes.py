@@ -144,12 +144,11 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
 }
 _WIRING: Sequence[Explain] = (wiring.other_input,)
 _EDITS: Sequence[Explain] = (other_code,)
+_ORDERS: Sequence[Explain] = (generic.row_of_another, generic.heads_in_another_order)
 _GENERIC: Sequence[Explain] = (
     generic.zero_output,
     generic.gain_of_a_setting,
     generic.constant_gain,
-    generic.row_of_another,
-    generic.heads_in_another_order,
     generic.another_input,
     generic.another_output,
     generic.rounded_output,
@@ -160,13 +159,13 @@ _FITTED = (misread.other_rows,)
 LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
     Kind.EMBEDDING: (_GENERIC,),
     Kind.COPY: (_GENERIC,),
-    Kind.NORM: (_WIRING, _EDITS, _GENERIC),
-    Kind.LINEAR: (_WIRING, _EDITS, _GENERIC),
-    Kind.ROTARY: (_EDITS, _GENERIC),
-    Kind.ADD: (_EDITS, _GENERIC),
-    Kind.ACTIVATION: (_EDITS, _GENERIC),
-    Kind.ATTENTION: (_EDITS, _GENERIC),
-    Kind.OTHER: (_WIRING, _EDITS, _GENERIC),
+    Kind.NORM: (_WIRING, _ORDERS, _EDITS, _GENERIC),
+    Kind.LINEAR: (_WIRING, _ORDERS, _EDITS, _GENERIC),
+    Kind.ROTARY: (_ORDERS, _EDITS, _GENERIC),
+    Kind.ADD: (_ORDERS, _EDITS, _GENERIC),
+    Kind.ACTIVATION: (_ORDERS, _EDITS, _GENERIC),
+    Kind.ATTENTION: (_ORDERS, _EDITS, _GENERIC),
+    Kind.OTHER: (_WIRING, _ORDERS, _EDITS, _GENERIC),
 }
 """Stages of explanations. Each is tried only if no earlier one fits every row; the most general stage is last."""
 
@@ -200,7 +199,7 @@ def known_mistakes(kind: Kind) -> list[Explain]:
 
     Nor those whose mistakes are all fitted to wrong rows: they say nothing of rows that are right.
     """
-    stages = (stage for stage in stages_of(kind) if stage not in (_EDITS, _GENERIC))
+    stages = (stage for stage in stages_of(kind) if stage not in (_ORDERS, _EDITS, _GENERIC))
     return [explain for stage in stages for explain in stage if explain not in _FITTED]
 
 

@@ -9,12 +9,15 @@ from harness.base.metrics import largest_rounding, rounding_unit
 from harness.formats.taps import KINDS, Kind, Operation
 from harness.judge.compare.align import Rows, is_readback, step_rows
 from harness.judge.explain.core.formats import HALF_DTYPES, cut_off, name_of, rounded
+from harness.judge.explain.core.rerun import is_same
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered, row_inputs
 from harness.judge.explain.norms import form_of
 
 _MAX_POOL_ROWS = 4096
 """Rows among which a wrong one is looked for."""
 _COARSE_DTYPES = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+_MAX_ELEMENTS = 4096
+"""Of a row, whose order is looked for."""
 _MANY, _FEW = 32, 0.05
 """Elements that show whether they were cut off, and the share of them that may be otherwise."""
 _SAME_GAIN = 1e-3
@@ -182,11 +185,15 @@ def _right_rows(wrong: WrongOperation) -> Rows:
 
 def row_of_another(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The row is that of another token, *n* positions away, the first or last one of its step."""
+    if wrong.operation.kind not in (*_ROW_WISE, Kind.ACTIVATION, Kind.ADD):
+        return
     pool_rows = _pool_rows(wrong)
     inputs = row_inputs(wrong.locator, wrong.operation, pool_rows) if len(pool_rows) else None
-    if inputs is None or wrong.operation.kind not in (*_ROW_WISE, Kind.ACTIVATION, Kind.ADD):
-        return
-    pool = wrong.replay(inputs, pool_rows.position)
+    pool = None if inputs is None else wrong.replay(inputs, pool_rows.position)
+    if pool is None and wrong.rerun is not None:  # a rotation of no known form, for one: as HF's code gives it
+        pool_rows, pool = wrong.rerun.rows, wrong.rerun.run()
+        if not is_same(pool[wrong.rerun.places(wrong.rows)], wrong.expected):
+            return
     if pool is None:
         return
     yield from _rows_of_the_step(wrong, pool_rows, pool)
@@ -228,18 +235,26 @@ def _pool_rows(wrong: WrongOperation) -> Rows:
 
 
 def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The heads are in another order: *list*."""
-    if not KINDS[wrong.operation.kind].has_heads or wrong.expected.shape[1] % wrong.head_dim:
-        return
+    """The heads, or their elements, are in another order; heads *list* are zero: not written, or lost."""
     head_dim = wrong.head_dim
-    actual, expected = (
-        x.unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1) for x in (wrong.actual, wrong.expected)
-    )
-    source = torch.cdist(actual, expected).argmin(dim=1)
-    if torch.equal(source, torch.arange(len(source))):
+    if not KINDS[wrong.operation.kind].has_heads or wrong.expected.shape[1] % head_dim:
         return
-    output = expected[source].unflatten(1, (-1, head_dim)).transpose(0, 1).flatten(1)
-    yield Hypothesis(cause=f"the heads are in another order: {source.tolist()}", output=output)
+    for size, what in ((head_dim, "heads"), (1, "elements")):
+        actual, expected = (
+            x.unflatten(1, (-1, size)).transpose(0, 1).flatten(1) for x in (wrong.actual, wrong.expected)
+        )
+        count, pool = len(expected), torch.cat((expected, torch.zeros_like(expected[:1])))
+        if size == 1 and (len(wrong.rows) < 2 or count > _MAX_ELEMENTS):
+            return  # one row fits by chance
+        source = torch.cdist(actual, pool).argmin(dim=1)
+        lost = (source == count).nonzero()[:, 0].tolist()
+        num_runs = 1 + int((source.diff() != 1).sum())
+        if num_runs > 1:
+            order = str(source.tolist()) if size > 1 else f"{num_runs} runs of them"
+            moved = f"the {what} are in another order: {order}"
+            cause = f"{what} {lost[:8]} are zero: not written, or lost" if lost else moved
+            output = pool[source].unflatten(1, (-1, size)).transpose(0, 1).flatten(1)
+            yield Hypothesis(cause=cause, output=output, num_fitted=num_runs if lost or size == 1 else 0)
 
 
 def another_input(wrong: WrongOperation) -> Iterator[Hypothesis]:

@@ -104,10 +104,14 @@ class Rerun:
     calls: dict[str, AttentionCall] = field(default_factory=dict)
     """Of each attention of the part, by its tap."""
 
+    @property
+    def rows(self) -> Rows:
+        """Return the rows in all places of the batch, [P]."""
+        return self.part_inputs.batch.rows(torch.arange(self.part_inputs.batch.num_places))
+
     @cached_property
     def _where(self) -> Mapping[tuple[int, int, int], int]:
-        everything = torch.arange(self.part_inputs.batch.num_places)
-        return {row: place for place, row in enumerate(self.part_inputs.batch.rows(everything).identities())}
+        return {row: place for place, row in enumerate(self.rows.identities())}
 
     def places(self, rows: Rows) -> torch.Tensor:
         """Return where rows stand in the batch, [R] int64; -1 for those that stand in another."""

@@ -5,7 +5,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 LIKELY, POSSIBLE, UNLIKELY = range(3)
-"""Ranks: what is left out, exchanged or a branch; other constants, names and operators; what is rounded or fitted."""
+"""Ranks by how many mistakes a trial names. Changes that an operation has, and how many of 213 faults they named:
+
+- likely: what is left out, a part or an operator, a branch, 74 changes, 75; parameters, 38, 83; a factor, 15, 37
+- possible: settings, numbers, arguments, the value of a variable, 212 changes, 10
+- unlikely: another variable, 367 changes, 3; a statement that is moved, 75, 2; what is rounded, 71, 3
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

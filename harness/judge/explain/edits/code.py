@@ -27,6 +27,8 @@ from harness.judge.explain.edits.written_out import WRITTEN_OUT
 
 _MOST_ALTERNATIVES = 12
 """Maximum number of neighbouring settings that one setting is exchanged with."""
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu", "sigmoid", "tanh")
+"""Names of activations in transformers."""
 LinesRun = Mapping[CodeType, set[int]]
 """Lines that ran of each function, by their numbers in its file."""
 
@@ -159,6 +161,9 @@ def _alternatives(holder: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
         for name, value in numbers.items():
             near = [item for item, like in numbers.items() if type(like) is type(value) and like != value]
             yield f"{prefix}.{name}", tuple(f"{prefix}.{item}" for item in near[:_MOST_ALTERNATIVES])
+        for name, value in values.items():
+            if isinstance(value, str) and value in _ACTIVATIONS:
+                yield f"{prefix}.{name}", tuple(repr(item) for item in _ACTIVATIONS if item != value)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -170,7 +175,7 @@ def _codes_around(wrong: WrongOperation) -> Iterator[SourceCode]:
     functions: dict[str, SourceCode] = {}
     for path in modules_around(wrong):
         module = wrong.hf.module(path)
-        forward = code_of(path, module, "forward", inspect.unwrap(type(module).forward))
+        forward = code_of(path, module, "forward", type(module).forward)
         methods = [] if forward is None else _methods(path, module, forward)
         for code in (forward, *methods):
             if code is None:
@@ -205,6 +210,8 @@ def _methods(path: str, module: nn.Module, forward: SourceCode) -> list[SourceCo
 def code_of(path: str, holder: Any, name: str, function: Any) -> SourceCode | None:
     """Return a function of HF's, or one of torch that is written out; None for others, or without source."""
     function = WRITTEN_OUT.get(function, function)
+    if callable(function):
+        function = inspect.unwrap(function)  # the wrapper has the names of another file
     is_known = function in WRITTEN_OUT.values() or getattr(function, "__module__", "").startswith("transformers.")
     if not isinstance(function, FunctionType) or not is_known:
         return None

@@ -69,7 +69,7 @@ def _of_parameter(wrong: WrongOperation, path: str, name: str, parameter: torch.
         numbers[f"the exponential of {name} of {path} is scaled by"] = _shifted
     for how, scaled in numbers.items():
         tell = partial(_told_number, how)
-        yield ModelChange(module=path, rank=POSSIBLE, make=partial(scaled, parameter), tell=tell, is_fitted=True)
+        yield ModelChange(module=path, rank=LIKELY, make=partial(scaled, parameter), tell=tell, is_fitted=True)
 
 
 def _with(parameter: torch.Tensor, change: _Change, _factor: float) -> AbstractContextManager[None]:

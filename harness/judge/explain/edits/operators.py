@@ -245,12 +245,12 @@ def _changes(
             read = f"{text}({ast.unparse(node.args[0])})"
             changed = copy.copy(node)
             changed.args = [_expression(read), *node.args[1:]]
-            yield POSSIBLE, changed, f"reads `{read}`"
+            yield UNLIKELY, changed, f"reads `{read}`"
     yield from _of_expression(node)
     yield from _of_statement(node, names)
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         for name in names.before(node):
-            yield POSSIBLE, *_is(name)
+            yield UNLIKELY, *_is(name)
         for form in _OF_WEIGHTS if re.search(r"weight|top|score|prob", node.id) else ():
             yield POSSIBLE, *_is(form.format(node.id))
     if isinstance(node, ast.Call) and node.args and (choice := names.chosen.get(ast.unparse(node.args[0]))):
@@ -335,12 +335,12 @@ def _of_expression(node: ast.AST) -> Iterator[_Replacement]:
                 if replacement != number:
                     yield POSSIBLE, ast.Constant(replacement), f"is {replacement}"
             if isinstance(number, float):
-                yield UNLIKELY, *_times(node)
+                yield LIKELY, *_times(node)
         case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Load()):
             name = ast.unparse(node)
             for text in _OF_SETTINGS:
                 yield POSSIBLE, *_is(text.format(name))
-            yield UNLIKELY, *_times(node)
+            yield LIKELY, *_times(node)
         case ast.Tuple(elts=elements, ctx=ast.Load()) | ast.List(elts=elements, ctx=ast.Load()):
             for order in _neighbours_exchanged(elements):
                 yield POSSIBLE, type(node)(order, ast.Load()), "is in the other order"
@@ -388,7 +388,7 @@ def _of_order(node: ast.AST, statements: Sequence[ast.stmt]) -> Iterator[_Replac
             if not isinstance(statement, _COMPUTING) or not isinstance(statements[to], _COMPUTING):
                 break  # nothing moves behind a return
             order = [*statements[:at], *statements[at + 1 : to + 1], statement, *statements[to + 1 :]]
-            yield POSSIBLE, order, f"comes after `{_shown(statements[to])}`{suffix}"
+            yield UNLIKELY, order, f"comes after `{_shown(statements[to])}`{suffix}"
 
 
 def _of_operation(node: ast.BinOp) -> Iterator[_Replacement]:
@@ -407,7 +407,7 @@ def _of_operation(node: ast.BinOp) -> Iterator[_Replacement]:
         for text in (f"({left}) + 2 * ({right})", f"2 * ({left}) + ({right})"):
             yield LIKELY, *_is(text)
         for text in (f"({left}) + {FACTOR} * ({right})", f"{FACTOR} * ({left}) + ({right})"):
-            yield UNLIKELY, *_is(text)
+            yield LIKELY, *_is(text)
         yield from _of_coarse_terms(node, left, right)
     for operator in _OTHER_OPERATORS.get(type(node.op), ()):
         changed = ast.BinOp(node.left, operator(), node.right)
@@ -470,7 +470,7 @@ def _of_call(node: ast.Call) -> Iterator[_Replacement]:
         yield LIKELY, twice, "is applied twice"
         texts = [f"({ast.unparse(item)})" for item in inside]
         yield from _of_coarse_call(twice, node, is_method=is_method)
-        for form in _ACTIVATIONS if "act" in name else _INSTEAD.get(name, ()):
+        for form in _ACTIVATIONS if re.search("act|gelu|relu|silu", name) else _INSTEAD.get(name, ()):
             if "{1}" not in form or len(texts) > 1:
                 yield LIKELY, *_is(form.format(*texts))
     for at, argument in enumerate(node.args[1:], start=1):

@@ -66,8 +66,8 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
             if hypothesis is None or (digest := _digest(hypothesis.output)) in seen:
                 continue
             seen.add(digest)
-            if not change.is_fitted and trials.share(hypothesis.output) >= _ALL:
-                first = likelihood if first is None else first
+            if first is None and trials.share(hypothesis.output) >= _ALL:
+                first = likelihood + change.is_fitted
         yield hypothesis
     if trials.num_ended:
         budget.notes[wrong.operation.tap] = (
@@ -87,16 +87,16 @@ def likely_mistakes(wrong: WrongOperation, *, of_code: bool) -> Iterator[Hypothe
     trials, seen, num_tried = _Trials.of(wrong), set[int](), 0
     if trials is None:
         return
-    changes = list(changes_of_code(wrong, trials.lines)) if of_code else []
-    changes += changes_of_parameters(wrong, modules_around(wrong)[:1])
+    held = list(changes_of_parameters(wrong, modules_around(wrong)[:1]))
+    changes = [*(changes_of_code(wrong, trials.lines) if of_code else ()), *held]
     for change in sorted(changes, key=lambda change: change.rank):
         if change.is_fitted or change.is_vague:
             continue
         if (num_tried := num_tried + 1) > _MOST_MISTAKES:
             return
-        output = trials.output_of_few(change)
-        if output is not None and (digest := _digest(output)) not in seen:
-            seen.add(digest)
+        output = trials.output_of_few(change, may_be_right=change in held)
+        if output is not None and (change in held or _digest(output) not in seen):
+            seen.add(_digest(output))
             yield Hypothesis(cause=change.tell(1.0).cause, output=output)
 
 
@@ -206,11 +206,14 @@ class _Trials:
             unknown=None if bool(self.here.all()) else ~self.here,
         )
 
-    def output_of_few(self, change: ModelChange) -> torch.Tensor | None:
-        """Return the rows of the operation [R, W], a few under a change; None if it fails or changes nothing."""
+    def output_of_few(self, change: ModelChange, *, may_be_right: bool) -> torch.Tensor | None:
+        """Return the rows of the operation [R, W], a few under a change; None if it fails or does nothing to code.
+
+        What is done to a parameter does nothing where that holds ones, and another model shows it.
+        """
         place, rows = self._few(change.module) or (self.part, torch.arange(len(self.right)))
         output = self._under(change, 1.0, place)
-        if output is None or not bool(output.any()) or is_same(output, self.right[rows]):
+        if output is None or not bool(output.any()) or (is_same(output, self.right[rows]) and not may_be_right):
             return None
         whole = self.wrong.expected.clone()
         whole[self.here.nonzero()[rows, 0]] = output
@@ -254,8 +257,9 @@ class _Trials:
 
     def _fitted(self, change: ModelChange) -> float | None:
         """Return the factor under which the rows come nearest to what was recorded; None if they differ otherwise."""
-        actual, _, _ = self._recorded
-        return fit_factor_near_one(actual, self.right, lambda factor: self._under(change, factor, self.part))
+        place, rows = self._few(change.module) or (self.part, torch.arange(len(self.right)))
+        actual = self._recorded[0][rows]
+        return fit_factor_near_one(actual, self.right[rows], lambda factor: self._under(change, factor, place))
 
     def _few(self, path: str) -> tuple[_Place, torch.Tensor] | None:
         if path not in self.few:
