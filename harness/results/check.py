@@ -360,6 +360,8 @@ class Coverage:
     """Rows of `taps_partly_judged` whose inputs were not recorded, where other experts or a convention explain any
     distance from the golden."""
     taps_partly_judged: Annotated[tuple[str, ...], UNION] = ()
+    rows_seen_before: Annotated[int, TOTAL] = 0
+    """Rows that equal those of an earlier schedule bit for bit, with all that they read, and were judged there."""
     rows_left_out: Annotated[int, TOTAL] = 0
     """Rows at which products and attention were not judged, as a sample of rows was asked for."""
     least_rows_found: Annotated[int | None, LARGEST] = None

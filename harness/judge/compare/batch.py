@@ -45,8 +45,6 @@ class RowSample:
     seed: int = 0
     standing_out: Rows | None = None
     """The rows that differ most from the golden, for their tap, first; None if nothing was compared with it."""
-    has_borders: bool = True
-    """Whether the first and last position that a step computed are in the sample."""
 
     def positions(self, group: Sequence[RowSequence], index: int) -> torch.Tensor | None:
         """Return the positions, [n] int64 and ascending, for requests that run side by side; None for all.
@@ -58,12 +56,20 @@ class RowSample:
         length = max(map(len, group))
         if length <= self.num_rows:
             return None
-        generator = Random(f"{self.seed}:{index}")
-        edges = pairwise(at * length // self.num_rows for at in range(self.num_rows + 1))
-        drawn = [generator.randrange(begin, end) for begin, end in edges]
-        borders = sorted({at for sequence in group for at in _borders(sequence)} if self.has_borders else ())
-        chosen = {*drawn, *spread(borders, self.num_rows), *borders[-1:], *self._standing_out(group)}
+        borders = sorted({position for sequence in group for position in _borders(sequence)})
+        chosen = {
+            *self.drawn(range(length), index),
+            *spread(borders, self.num_rows),
+            *borders[-1:],
+            *self._standing_out(group),
+        }
         return None if len(chosen) == length else torch.tensor(sorted(chosen))
+
+    def drawn(self, positions: Sequence[int], index: int) -> list[int]:
+        """Return one position of each stretch, at random; there are more positions than stretches."""
+        generator = Random(f"{self.seed}:{index}")
+        edges = pairwise(at * len(positions) // self.num_rows for at in range(self.num_rows + 1))
+        return [positions[generator.randrange(begin, end)] for begin, end in edges]
 
     def _standing_out(self, group: Sequence[RowSequence]) -> list[int]:
         if self.standing_out is None:

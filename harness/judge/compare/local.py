@@ -27,6 +27,7 @@ from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, PartI
 from harness.judge.compare.projected import ExactRows, projections_of
 from harness.judge.compare.replay import DecidedError, Judge, Replay, TapRows, unrecorded_before
 from harness.judge.compare.row_judge import LocalErrors, RowJudge, choice_errors, judged_queries
+from harness.judge.compare.seen import SeenRows
 from harness.judge.compare.sequences import sequences
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.compare.systematic import Effects, beyond_control
@@ -55,6 +56,8 @@ class LocalJudgement:
     is_partial: bool = False
     """Whether the replay ended at the first part of the model with a wrong operation: later parts were not judged."""
     sampled: SampledRows = field(default_factory=SampledRows)
+    num_seen: int = 0
+    """Rows that an earlier schedule had bit for bit, with all that they read: their errors are those of then."""
     left_out: tuple[str, ...] = ()
     """Positions of each request whose states were not judged, as text: the truth would have to run too many tokens."""
 
@@ -321,6 +324,7 @@ def local_errors(
     stops_early: bool = False,
     sample: RowSample | None = None,
     progress: Progress | None = None,
+    seen: SeenRows | None = None,
 ) -> LocalJudgement:
     """Run the model over all that the engine computed, every recorded value put back, and judge each operation.
 
@@ -336,19 +340,26 @@ def local_errors(
         stops_early: end at the first part of the model with an operation that is out of bounds.
         sample: of the positions at which products and attention are judged; None for all.
         progress: told what is being done.
+        seen: rows that were judged before, which takes those of this recording in; where anything is wrong, all rows
+            are judged again.
     """
     replayed = partial(
         _replayed, recording, hf, usable, truth=truth, stops_early=stops_early, sample=sample, progress=progress
     )
     if not _needs_control(hf.graph, usable):
-        judgement = replayed(has_control=False)
-        if not any(errors.num_bad or errors.effect or errors.convention for errors in judgement.errors.values()):
+        judgement = replayed(has_control=False, seen=seen if sample is None else None)
+        if not any(map(_is_wrong, judgement.errors.values())):
             return judgement
     judgement = replayed(has_control=True)
     is_of_control = (errors.is_bounded_by_control and errors.num_bad for errors in judgement.errors.values())
     if not hf.graph.states or not any(is_of_control):
         return judgement
     return with_fewer_bad([judgement, replayed(has_control=True, order_of_sums=ScanInAnyChunks)])
+
+
+def _is_wrong(errors: LocalErrors) -> bool:
+    """Whether anything in the rows of an operation asks for the control."""
+    return bool(errors.num_bad or errors.effect or errors.convention)
 
 
 def with_fewer_bad(judgements: Sequence[LocalJudgement]) -> LocalJudgement:
@@ -380,10 +391,15 @@ def _replayed(
     progress: Progress | None,
     has_control: bool,
     order_of_sums: OrderOfSums = nullcontext,
+    seen: SeenRows | None = None,
 ) -> LocalJudgement:
     """Judge as `local_errors`; without the control, bounds may be too small and directions those of all rounding."""
     ahead, sampled = max(hf.graph.drafted_from, default=0), SampledRows()
-    batches = make_batches(recording, sequences(recording), batch_tokens(hf), sample or ExactRows(), ahead=ahead)
+    of_requests = sequences(recording)
+    numbered = None if seen is None else seen.number(recording, of_requests, hf, usable)
+    unseen = of_requests if numbered is None else numbered.unseen
+    batches = make_batches(recording, unseen, batch_tokens(hf), sample or ExactRows(), ahead=ahead)
+    batches = [batch for batch in batches if numbered is None or bool(batch.is_own.any())]
     precision, declared, dtype = (
         replay_dtype(truth, recording, hf),
         recording.manifest.numerics,
@@ -420,7 +436,13 @@ def _replayed(
                 )
     if projections is not None:
         projections.save()
-    return replace(judge.judgement(), sampled=sampled)
+    judgement = replace(judge.judgement(), sampled=sampled)
+    if seen is None or numbered is None or any(map(_is_wrong, judgement.errors.values())):
+        return judgement
+    errors = seen.with_seen(judgement.errors, numbered)
+    seen.remember(judgement.errors, numbered)
+    in_order = {op.tap: errors[op.tap] for op in hf.graph if op.tap in errors}
+    return replace(judgement, errors=in_order, num_seen=int(numbered.is_seen.sum()))
 
 
 def control_arithmetic(

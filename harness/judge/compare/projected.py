@@ -70,13 +70,14 @@ class ExactRows:
 
         Rows of one token may be equal in the first layer, and count once; so tokens are taken until enough differ.
         """
-        chosen = RowSample(num_rows=math.ceil(EXACT_ROWS / len(group)), has_borders=False).positions(group, index)
-        if chosen is None:
-            return None
+        length, least = max(map(len, group)), math.ceil(EXACT_ROWS / len(group))
+        judged = sorted({at for sequence in group for at in sequence.is_own.nonzero()[:, 0].tolist()})
+        if len(judged) <= least:
+            return None if len(judged) == length else torch.tensor(judged, dtype=torch.int64)
         tokens = [sequence.token_ids for sequence in group]
-        positions = set(chosen.tolist())
+        positions = set(RowSample(num_rows=least).drawn(judged, index))
         different = {line[at] for line in tokens for at in positions if at < len(line)}
-        for at in range(max(map(len, tokens))):
+        for at in judged:
             if len(different) >= EXACT_ROWS:
                 break
             here = {line[at] for line in tokens if at < len(line)}

@@ -239,11 +239,13 @@ class Replay:
             return
         x, rows, places, operation = value.module_input, recorded.rows, recorded.places, value.operation
         assert x is not None
-        multiplied = x[exact.places.to(x.device)], exact.expected
+        multiplied, is_judged = (x[exact.places.to(x.device)], exact.expected), self._is_judged(operation, places)
+        if not bool(is_judged.all()):
+            rows, places = rows[is_judged.to(rows.device)], places[is_judged]
         if not torch.equal(places, torch.arange(len(x))):
             x = x[places.to(x.device)]
         roundings, bound = projections.estimates(operation, x, rows.to(x.device), multiplied)
-        is_rest = self._is_judged(operation, places) & ~torch.isin(places, exact.places)
+        is_rest = ~torch.isin(places, exact.places)
         is_far = ~(roundings <= FAR * bound)
         if bool((far := is_rest & is_far).any()):
             expected, control = projections.multiplied(operation, x[far.to(x.device)])

@@ -38,6 +38,7 @@ from harness.judge.compare.judged import (
 from harness.judge.compare.local import LocalJudgement, local_errors, replay_dtype
 from harness.judge.compare.propagated import Propagation, position_errors, propagated_errors
 from harness.judge.compare.row_judge import LocalErrors
+from harness.judge.compare.seen import SeenRows
 from harness.judge.compare.sequences import slot_conflicts
 from harness.judge.compare.shapes import check_taps, refuse_other_dtype, refuse_part
 from harness.judge.compare.states import StateRuns, judge_states
@@ -78,6 +79,7 @@ def compare_run(
     stops_early: bool = False,
     sample: RowSample | None = None,
     progress: Progress | None = None,
+    seen: SeenRows | None = None,
 ) -> Comparison:
     """Compare the recording of an engine with a golden, or with the recording of another engine.
 
@@ -91,13 +93,14 @@ def compare_run(
         stops_early: stop at the first wrong operation.
         sample: sample of the positions at which products and attention are judged; None for all.
         progress: called with the current stage.
+        seen: rows of earlier schedules, which are not judged again.
 
     Raises:
         HarnessError: the recordings have different prompts or dtypes, or one of them is damaged.
     """
     begin, required, expected = time.perf_counter(), requirements or Requirements(), expected.at_hand
     sides = _sides(actual, expected, hf)
-    judgements = _judge(sides, hf, truth=truth, stops_early=stops_early, sample=sample, progress=progress)
+    judgements = _judge(sides, hf, truth=truth, stops_early=stops_early, sample=sample, progress=progress, seen=seen)
     comparison = _combined(sides, expected, hf, judgements, required)
     if expected.is_plain and _asks_for_truth(sides, judgements, comparison.result, required):
         expected = expected.truth
@@ -225,6 +228,7 @@ def _judge(
     sample: RowSample | None = None,
     progress: Progress | None = None,
     replayed: _Judgements | None = None,
+    seen: SeenRows | None = None,
 ) -> _Judgements:
     """Judge each operation separately, the caches and states, and the propagated errors.
 
@@ -241,7 +245,7 @@ def _judge(
             sample = replace(sample, standing_out=rows_standing_out(done[0]))
         if replayed is None and hf is not None:
             local = local_errors(
-                actual, hf, usable, truth=truth, stops_early=stops_early, sample=sample, progress=progress
+                actual, hf, usable, truth=truth, stops_early=stops_early, sample=sample, progress=progress, seen=seen
             )
         (propagation,) = done or beside.finished()
     theirs = sides.theirs if _runs_as_the_golden(local) and not sides.is_plain else None
@@ -294,6 +298,7 @@ def _tokens_and_coverage(
     coverage = replace(
         coverage,
         states_left_out=judgements.states.left_out,
+        rows_seen_before=judgements.local.num_seen,
         rows_left_out=sampled.left_out,
         least_rows_found=sampled.least_found,
         experts_not_chosen=tuple(

@@ -25,6 +25,7 @@ from harness.judge.compare import Comparison, Requirements, compare_run
 from harness.judge.compare.batch import RowSample
 from harness.judge.compare.coverage import LEAST_JUDGED
 from harness.judge.compare.propagated import what_logits_show
+from harness.judge.compare.seen import SeenRows
 from harness.judge.culprit import CULPRIT, SCRIPT, write_culprit
 from harness.judge.explain import Budget, explain_run, power_of, wrong_operation
 from harness.judge.jobs.opened import (
@@ -50,6 +51,9 @@ from harness.results.check import CheckResult, Divergence, Finding, NextPlace, O
 
 _POWER_SHARE = 0.1
 """Of the time of a check, what the search for mistakes that it would not have shown may take."""
+
+_LEAST_FOR_SEEN = 4
+"""Schedules from which on rows are looked up among those of earlier schedules: fewer share too few."""
 
 
 def run_check(
@@ -159,11 +163,13 @@ def _run_schedules(
     begin: float,
 ) -> Iterator[RunResult]:
     """Yield the result of each schedule; it runs when it is asked for."""
-    edit_budget = Budget(plan.case.explain_s)
+    edit_budget, seen = Budget(plan.case.explain_s), SeenRows()
     for index, schedule in enumerate(plan.schedules):
         report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
         is_last = index + 1 == len(plan.schedules)
-        yield _run_schedule(plan, engine, schedule, golden, hf, out, report, begin, edit_budget, serves=is_last)
+        # The power of a pass is that of the last schedule's rows, so these are all judged.
+        known = None if is_last or len(plan.schedules) < _LEAST_FOR_SEEN else seen
+        yield _run_schedule(plan, engine, schedule, golden, hf, out, report, begin, edit_budget, known, serves=is_last)
 
 
 def _run_schedule(
@@ -176,6 +182,7 @@ def _run_schedule(
     report: Progress,
     check_begin: float,
     edit_budget: Budget,
+    seen: SeenRows | None,
     *,
     serves: bool,
 ) -> RunResult:
@@ -188,7 +195,7 @@ def _run_schedule(
             lacking = set() if engine.capabilities.has_decode else {"decode"}
             require = sorted({*schedule.requires, *plan.case.require} - lacking)
             comparison = compare_planned(
-                plan, engine.capabilities, actual, golden, hf, require=require, progress=report
+                plan, engine.capabilities, actual, golden, hf, require=require, progress=report, seen=seen
             )
             golden = comparison.expected
             result = comparison.result
@@ -201,7 +208,7 @@ def _run_schedule(
                 result = with_served_run(result, plan, engine, schedule, actual, golden, hf, copies=copies)
             if serves and result.outcome is Outcome.PASS:
                 report(f"{plan.case.engine}, {schedule}, power", 0, 1)
-                budget_s = _POWER_SHARE * (time.perf_counter() - check_begin)
+                budget_s = 0 if plan.case.stops_early else _POWER_SHARE * (time.perf_counter() - check_begin)
                 result = replace(result, power=power_of(comparison, actual, golden, hf, budget_s=budget_s))
             return replace(result, engine_s=engine_s)
 
@@ -225,6 +232,7 @@ def compare_planned(
     *,
     require: Sequence[str] = (),
     progress: Progress | None = None,
+    seen: SeenRows | None = None,
 ) -> Comparison:
     """Compare a recording of the engine with a golden, for the taps that the engine supports and the plan requires."""
     return compare_run(
@@ -243,6 +251,7 @@ def compare_planned(
         stops_early=plan.case.stops_early,
         sample=planned_sample(plan),
         progress=progress,
+        seen=seen,
     )
 
 

@@ -352,7 +352,9 @@ def _as_served(served: AsServed) -> str:
 def _coverage(coverage: Coverage) -> str:
     total = f"{coverage.recorded:,} of {coverage.expected:,} rows of taps recorded"
     missing = f", {coverage.missing:,} missing" if coverage.missing else ""
-    return f"{total}{missing}{f': {_names(coverage.missing_taps)}' if coverage.missing_taps else ''}"
+    names = f": {_names(coverage.missing_taps)}" if coverage.missing_taps else ""
+    seen = coverage.rows_seen_before
+    return f"{total}{missing}{names}{f'; {seen:,} rows as in an earlier schedule, judged there' if seen else ''}"
 
 
 def _extent(extent: Extent) -> Iterator[str]:
