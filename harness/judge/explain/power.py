@@ -42,15 +42,15 @@ def power_of(
         recording: the engine's.
         expected: the golden.
         hf: the model in the engine's dtype.
-        budget_s: no further operation is tried after so many seconds. Each kind of operation comes once before any
-            comes twice.
+        budget_s: no further operation is tried once it would take more seconds in all, if it takes as long as those so
+            far on average. Each kind of operation comes once before any comes twice.
     """
-    end, failures, operations = time.perf_counter() + budget_s, list[str](), _in_turns(comparison, hf)
+    begin, failures, operations = time.perf_counter(), list[str](), _in_turns(comparison, hf)
     mistakes, tried = list[KnownMistake](), list[str]()
     with torch.no_grad(), ExitStack() as stack:
         explainer = Explainer(comparison, recording, expected, hf, stack)
         for operation in operations:
-            if time.perf_counter() > end:
+            if (time.perf_counter() - begin) * (1 + 1 / max(1, len(tried))) > budget_s:
                 break
             with ExitStack() as part:
                 explainer.hold(operation, part)

@@ -1,6 +1,8 @@
 """The power of a pass: a mistake that sound rows say would be seen is seen when it is planted, and no other is."""
 
 from contextlib import ExitStack
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,6 +142,13 @@ def test_no_time_leaves_operations_out_and_says_so(sound):
     result = power.power_of(*inputs, budget_s=-1)
     assert result.mistakes == result.tried == ()
     assert len(result.not_tried) == len(inputs[0].sound) > 15
+
+
+def test_an_operation_that_would_end_too_late_is_not_begun(sound, monkeypatch):
+    _, inputs = sound()
+    seconds = count()
+    monkeypatch.setattr(power, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    assert len(power.power_of(*inputs, budget_s=5).tried) == 3  # a fourth would end after 5.3 s
 
 
 def test_a_mismatch_has_no_power(sound, tmp_path):
