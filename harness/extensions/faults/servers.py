@@ -36,7 +36,8 @@ def served_faults(faults: Sequence[Fault]) -> list[Fault]:
 
 def served_variants(variants: Sequence[Variant]) -> list[Variant]:
     """Return sound variants of the reference engine behind HTTP."""
-    shown = [item for item in variants if item.engine_name == "reference" and _is_served(item)]
+    ours = [item for item in variants if (item.engine, item.engine_name) == (EngineKind.REFERENCE, "reference")]
+    shown = [item for item in ours if _is_served(item)]
     return [replace(item, id=f"server/{item.id}", engine=EngineKind.SERVER) for item in shown[::_EVERY]]
 
 

@@ -23,6 +23,7 @@ from harness.extensions.faults.score import grade
 from harness.extensions.faults.subject import opened
 from harness.extensions.faults.tools import open_tool
 from harness.extensions.faults.trial import try_entry
+from harness.formats.checkpoint import embedded_cases
 from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager
 from reference_engine.block_pool import BlockPool
@@ -110,6 +111,12 @@ def test_the_pages_say_how_many_there_are():
         assert f"| {kind} | {faults} | {sound} |" in page
     assert f"{len(counted)} faults and {len(VARIANTS)} sound variants" in page
     assert re.search(rf"{len(counted)} engines.*\s.*{len(VARIANTS)} sound", (root / "README.md").read_text())
+
+
+def test_the_reference_engine_has_every_checkpoint_also_behind_a_server():
+    for entry in (*KNOWN.values(), *VARIANTS.values()):
+        if entry.engine in (EngineKind.REFERENCE, EngineKind.SERVER):
+            assert (embedded_cases() / "checkpoints" / entry.setting.model).is_dir(), entry.id
 
 
 @pytest.mark.parametrize("name", FAULTS)
