@@ -96,7 +96,7 @@ floors:  ## repeat the measurements that the bounds come from
 FUZZ_INPUTS ?= 100000
 fuzz:  ## damaged files of every kind, about 20 ms each, and killed runs, about 3 s each
 	python -m tests.fuzz --inputs $(FUZZ_INPUTS)
-	python -m tests.fuzz.interrupt --runs 200
+	python -m tests.fuzz.interrupt --runs 300
 
 MUTANTS ?= 100
 mutants:  ## needs `pip install -e '.[mutation]'`: changes to the judge and the engine's core that the tests must notice

@@ -9,10 +9,12 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
@@ -26,6 +28,7 @@ from harness.errors import HarnessError
 from harness.formats.recording import Recording
 from harness.oracle.golden import PLAIN, open_golden
 
+from ..loopback import answers, free_port, until
 from .target import CHECKPOINTS, WORKLOAD
 
 MODEL = ("--model", str(CHECKPOINTS / "qwen2-tiny"))
@@ -40,6 +43,8 @@ COMMANDS = {
     "suite": ("suite", "run", "case.toml", "--jobs", "1", "--out", "out"),
     "rollout": ("rollout", "rollouts.jsonl", *MODEL),
     "serve": ("serve", *MODEL, "--port", "0"),
+    "load": ("server", "load", *MODEL, "--endpoint", "URL", "--rate", "8", "--num-requests", "12", "--new-tokens", "4"),
+    "server check": ("server", "check", *MODEL, *WORKLOAD, "--endpoint", "URL"),
 }
 ENDINGS = {"fuzz": {5}, "rollout": {1}}
 """Of a run to its end, where it is not 0 alone: too short a search, and a log of nobody."""
@@ -60,10 +65,10 @@ STATUS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM,
 
 
 class Interruptions:
-    """A folder with a golden in it, and how long each command takes, as far as it has been tried."""
+    """A folder with a golden in it, a server, and how long each command takes, as far as it has been tried."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
         self._finish("golden", ("golden", *MODEL, *WORKLOAD, "--out", "golden"), "first")
         self._seconds: dict[str, float] = {}
 
@@ -86,6 +91,8 @@ class Interruptions:
             err_beside = (place / "beside-err").read_text()[-300:]
             return [f"seed {seed}, {name}, {number.name}: the other process ended with {ended}: {err_beside}"]
         violations = [*_wrong_ending(status, number, err, ENDINGS.get(name, set())), *_wrong_files(place, status)]
+        if "URL" in COMMANDS[name] and not answers(f"{self.url}/health"):
+            violations.append("the server does not answer any more")
         if random.random() < 0.2:
             violations += self._again(name, place)
         return [f"seed {seed}, {name}, {number.name}: {what}" for what in violations]
@@ -130,8 +137,7 @@ class Interruptions:
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         return 0 if name == "serve" and status == INTERRUPTED else status
 
-    @staticmethod
-    def _start(command: Sequence[str], place: Path, streams: str = "") -> int:
+    def _start(self, command: Sequence[str], place: Path, streams: str = "") -> int:
         """Run a command in a process of its own, in that folder, with the folder's cache."""
         process = os.fork()
         if process:
@@ -144,7 +150,7 @@ class Interruptions:
             for stream, file in ((1, "out.txt"), (2, "err")):
                 os.dup2(os.open(f"{streams}{file}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.argv = ["program", *command]
+            sys.argv = ["program", *(self.url if word == "URL" else word for word in command)]
             reference_engine.cli.main() if command[0] == "serve" else main()
         except SystemExit as end:
             status = int(end.code or 0)
@@ -202,8 +208,13 @@ def _not_whole(folder: Path) -> Iterator[str]:
 
 def interrupted(runs: int, seed: int, names: Sequence[str] = tuple(COMMANDS)) -> list[str]:
     """Interrupt so many runs; return what was wrong."""
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
-        trials, violations = Interruptions(Path(name)), []
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name, ExitStack() as stack:
+        url = f"http://127.0.0.1:{free_port()}"
+        serve = [sys.executable, "-m", "reference_engine", "serve", *MODEL, "--port", url.rpartition(":")[2]]
+        server = stack.enter_context(subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        stack.callback(server.kill)
+        until(lambda: answers(f"{url}/health"), what="the server answers")
+        trials, violations = Interruptions(Path(name), url), []
         for index in range(runs):
             violations += (new := trials.violations(seed + index, names))
             print(*new, sep="\n", end="\n" if new else "", flush=True)

@@ -95,7 +95,7 @@ def test_what_a_command_must_not_do_is_seen(templates, monkeypatch, does, words)
 
 @pytest.mark.slow
 def test_nothing_half_written_reads_as_whole() -> None:
-    """In a process of its own, which forks. `make fuzz` interrupts 200 runs."""
+    """In a process of its own, which forks. `make fuzz` interrupts 300 runs."""
     command = [sys.executable, "-m", "tests.fuzz.interrupt", "--runs", "20"]
     ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=900)
     assert (ran.returncode, ran.stdout) == (0, "20 interrupted runs, 0 violations\n"), ran.stdout + ran.stderr
