@@ -24,7 +24,8 @@ _PADDINGS = (8, 16, 32, 64, 128, 256)
 """Numbers to whose multiples rows are padded in memory."""
 _CHANGED = 0.1
 """Of the largest effect of a changed weight, what another must have to be changed as well."""
-_SAME_WEIGHT = 0.02
+_SAME_WEIGHT, _CLEARLY = 0.02, 0.25
+"""Share of the largest weight up to which an order gives the weights, and of what is left without it."""
 _MIN_STATISTICS, _SCATTER, _RULE = 8, 0.3, 0.8
 """Fewest statistics that show whether they follow a rule; least standard deviation over RMS, and largest correlation of
 ranks with the mean of the squares, of those that do not."""
@@ -287,7 +288,8 @@ def _cause_of_weights(right: torch.Tensor, fitted: torch.Tensor, is_changed: tor
     for shift in range(1, len(right)):
         if float((right.roll(shift) - fitted).abs().max()) < allowance:
             return f"the weights of the norm are in another order: shifted by {min(shift, shift - len(right), key=abs)}"
-    if float((right.sort().values - fitted.sort().values).abs().max()) < allowance:
+    in_order = float((right.sort().values - fitted.sort().values).abs().max())
+    if in_order < min(allowance, _CLEARLY * float((right - fitted).abs().max())):  # else each is rounded where it is
         return "the weights of the norm are in another order"
     return "the norm's weights are none of this checkpoint's: not loaded, or changed"
 

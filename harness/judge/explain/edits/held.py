@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind
-from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
+from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import WrongOperation
 from harness.judge.explain.edits.change import LIKELY, POSSIBLE, ModelChange, ToldChange
@@ -59,8 +59,8 @@ def _of_parameter(wrong: WrongOperation, path: str, name: str, parameter: torch.
         (LIKELY, "is applied less one", lambda x: x - 1),
         *((LIKELY, how, change) for how, change in _in_another_order(parameter.shape)),
     ]
-    if wrong.dtype not in HALF_DTYPES:
-        tried += [(POSSIBLE, f"is rounded to {name_of(dtype)}", partial(rounded, dtype=dtype)) for dtype in HALF_DTYPES]
+    coarse = (*FLOAT8_DTYPES, *(HALF_DTYPES if wrong.dtype not in HALF_DTYPES else ()))
+    tried += [(POSSIBLE, f"is rounded to {name_of(dtype)}", partial(rounded, dtype=dtype)) for dtype in coarse]
     for rank, how, change in tried:
         make, tell = partial(_with, parameter, change), partial(_told, f"{name} of {path} {how}")
         yield ModelChange(module=path, rank=rank, make=make, tell=tell)

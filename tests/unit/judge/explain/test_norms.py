@@ -280,6 +280,7 @@ def nearly(order, share):
         (nearly(lambda w: w.roll(1), 0.022), "none of this checkpoint's", WIDTH),
         (nearly(lambda w: w.flip(0), 0.018), "are in another order", WIDTH),
         (nearly(lambda w: w.flip(0), 0.022), "none of this checkpoint's", WIDTH),
+        (lambda w: w + 0.009 * w.max() * random(WIDTH, seed=6).sign(), "none of this checkpoint's", WIDTH),
     ],
 )
 def test_weights_that_are_fitted(change, cause, num_fitted):

@@ -7,6 +7,7 @@ from torch import nn
 import harness
 from harness.extensions.faults.zoo.models import build
 
+FLOAT8 = torch.float8_e4m3fn
 PROMPTS = [list(range(5, 40)), list(range(60, 80))]
 
 
@@ -65,6 +66,7 @@ def gated_after(model):
         ("opt", parameter("model.decoder.layers.0.self_attn.out_proj.weight", torch.t), "is transposed"),
         ("glm4", parameter("model.layers.0.self_attn.k_proj.bias", torch.zeros_like), "is zero: left out"),
         ("gemma2", parameter("model.norm.weight", lambda x: x - 1), "is applied less one"),
+        ("gemma2", parameter("model.norm.weight", lambda x: x.to(FLOAT8).to(x)), "is rounded to float8_e4m3fn"),
         (
             "exaone4",
             weights_of("model.layers.1.self_attn.k_norm", "model.layers.0.self_attn.q_norm"),
