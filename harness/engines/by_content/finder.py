@@ -627,9 +627,8 @@ class TapFinder:
     def _find_by_order(self) -> bool:
         """Take the tensors between two that were found, if they are as many as the lost taps that belong there.
 
-        These are the taps that other layers have; or, if no layer has any, one of each layer. Where names do not differ
-        in numbers alone that grow in the order of the run, take the only tensor that is left, if one tap is. Return
-        whether more was found.
+        These are taps that other layers have, too. Where names do not differ in numbers alone that grow in the order of
+        the run, take the only tensor that is left, if one tap is. Return whether more was found.
         """
         whole = {tap: tensor for tap, tensor in self.chosen.items() if not tensor.is_last_row}
         taps = sorted(whole, key=self._place.__getitem__)

@@ -310,6 +310,10 @@ class RowTeller:
                 self._of_one_row -= {site} if num_rows > 1 else set()
                 self._widths[site] *= has_rows_alone
 
+    def has_mixed_forwards(self, forwards: Sequence[StepForward], work: Sequence[RequestWork]) -> bool:
+        """Whether a forward has rows of several requests."""
+        return any(len(rows.requests) > 1 for _forward, rows in self._with_rows(forwards, work))
+
     def forget_reordered(
         self, forwards: Sequence[StepForward], work: Sequence[RequestWork], alone: Mapping[int, Mapping[Site, SiteRows]]
     ) -> None:

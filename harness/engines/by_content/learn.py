@@ -210,7 +210,12 @@ def _taps(
 
 
 def _forget_reordered(probes: _Probes, teller: RowTeller, step: _Step) -> None:
-    """Compute the prompts of a step alone; if it returned the same, forget the layouts in which its rows are others."""
+    """Compute the prompts of a step alone; if it returned the same, forget the layouts in which its rows are others.
+
+    Where each forward is of one request, as in an engine that loops over requests, there is nothing to exchange.
+    """
+    if not teller.has_mixed_forwards(step.forwards, step.work):
+        return
     prompts = {at: list(item.tokens) for at, item in enumerate(step.work) if item.first == 0}
     alone = {at: probes.run(teller, [(probes.begin(), tokens, 0)]) for at, tokens in prompts.items()}
     probes.finish()

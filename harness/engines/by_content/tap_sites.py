@@ -216,13 +216,21 @@ class LaterSteps:
     def _take_what_is_read(self, tap: str) -> None:
         """Take another tensor than the one that holds a value, if all of its readers were computed from that.
 
-        A value that is changed behind its operation is one mistake of that operation, and not one of each reader.
+        A value that is changed behind its operation is one mistake of that operation, and not one of each reader. What
+        is computed within the reader's module is the reader's, and what is only rounded is a convention's. A norm that
+        is wrong itself may read what another norm could: a norm makes the same of many tensors.
         """
         readers = [op for op in self._hf.graph if tap in op.inputs and not op.is_kept]
         if tap not in self.taps or not readers or any(reader.tap not in self._pending for reader in readers):
             return
-        others = (*self._others.get(tap, ()), *self._changed(self._hf.graph[tap], readers))
-        trials: list[Mapping[str, _Read]] = [{tap: read} for read in others]
+        results = [read.source.site for reader in readers for read in self._pending[reader.tap]]
+        first, held = min(results, key=self._order.__getitem__), self._best_reads[tap]
+        changed = [] if any(reader.kind is Kind.NORM for reader in readers) else self._changed(tap, held, first)
+        trials: list[Mapping[str, _Read]] = [
+            {tap: read}
+            for read in (*self._others.get(tap, ()), *changed)
+            if not read.source.site.path == first.path != held.source.site.path
+        ]
         for reader in readers if trials else ():
             trials = list(self._computing(reader, trials))
         if trials:
@@ -230,24 +238,20 @@ class LaterSteps:
             for reader in readers:
                 self._take(reader.tap, self._pending[reader.tap][-1:], TapEvidence.CONTENT)
 
-    def _changed(self, operation: Operation, readers: Sequence[Operation]) -> Iterator[_Read]:
+    def _changed(self, tap: str, held: _Read, first: Site) -> Iterator[_Read]:
         """Yield what may be a value that was changed before it is read: tensors of no tap that were computed since.
 
-        What is computed within the reader's module is the reader's, and what is only rounded is a convention's. A norm
-        that is wrong itself may read what another norm could: a norm makes the same of many tensors.
+        Args:
+            tap: of the value.
+            held: the tensor that holds it.
+            first: the first site of what reads it.
         """
-        if any(reader.kind is Kind.NORM for reader in readers):
-            return
-        read = self._best_reads[operation.tap]
-        results = [read.source.site for reader in readers for read in self._pending[reader.tap]]
-        first = min(results, key=self._order.__getitem__)
-        since = [site for site, at in self._order.items() if self._order[read.source.site] < at < self._order[first]]
-        for changed in self._whole(operation, since):
-            source = replace(changed.source, columns=replace(changed.source.columns, order=read.source.columns.ranks))
-            rows = source.columns.of(changed.rows)
-            is_of_reader = source.site.path == first.path != read.source.site.path
-            if not is_of_reader and source not in self._taken and relative_error(rows, read.rows) > LOOSE:
-                yield replace(changed, source=source, rows=rows)
+        since = [site for site, at in self._order.items() if self._order[held.source.site] < at < self._order[first]]
+        for read in self._whole(self._hf.graph[tap], since):
+            source = replace(read.source, columns=replace(read.source.columns, order=held.source.columns.ranks))
+            rows = source.columns.of(read.rows)
+            if source not in self._taken and relative_error(rows, held.rows) > LOOSE:
+                yield replace(read, source=source, rows=rows)
 
     def _find_by(self, reader: Operation, lost: Sequence[Operation]) -> None:
         """Take the tensors for inputs of an operation from which HF computes what the engine has for it."""
