@@ -61,7 +61,7 @@ _OTHERS = {
     "explain/attention/unrecorded": ("test_through.py",),
     "explain/core/formats": ("core/test_formats.py", "products/test_linear.py"),
     "explain/norms": ("test_norms.py",),
-    "explain/experts/experts": ("experts/test_experts.py", "experts/test_shared_expert.py", "test_mixtures.py"),
+    "explain/experts/experts": ("experts/test_experts.py", "test_mixtures.py"),
     "explain/experts/mixture": (
         "experts/test_mixture.py",
         "experts/test_experts.py",

@@ -94,11 +94,16 @@ _OF_SUMS = (
     (r"is `(?P<one>.+)`", "{lost} is not added to {one}"),
     (r"is `\((?P<one>.+)\) \+ 2 \* \((?P<other>.+)\)`", "{other} is added twice"),
     (r"is `2 \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added twice"),
-    (r"is `\((?P<one>.+)\) \+ _fitted \* \((?P<other>.+)\)`", "{other} is added with a factor of _fitted"),
-    (r"is `_fitted \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added with a factor of _fitted"),
+    (r"is `\((?P<one>.+)\) \+ (?P<factor>\S+) \* \((?P<other>.+)\)`", "{other} is added with a factor of {factor}"),
+    (r"is `(?P<factor>\S+) \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added with a factor of {factor}"),
     (r"is `(?P<one>[^-]+) - (?P<other>[^-]+)`", "{other} is subtracted"),
 )
-"""What becomes of the sum of a residual and a branch."""
+"""What becomes of a sum of two terms."""
+_TERMS = (
+    (r"\bresidual\b", "the residual", "the branch"),
+    (r"shared_expert", "the output of the shared expert", "the output of the routed experts"),
+)
+"""What the terms of a sum are: one by its name, and then the other."""
 
 
 def term_of(edit: Edit, holder: object = None) -> str | None:
@@ -159,15 +164,18 @@ def term_of(edit: Edit, holder: object = None) -> str | None:
 
 def _of_sum(edit: Edit) -> str | None:
     sides = edit.old.split(" + ")
-    called = {side: "the residual" if re.search(r"\bresidual\b", side) else "the branch" for side in sides}
-    if len(sides) != 2 or len(set(called.values())) != 2:
-        return None
-    for pattern, said in _OF_SUMS:
-        match = re.fullmatch(pattern, edit.new)
-        if match is not None and set(match.groupdict().values()) <= called.keys():
-            names = {key: called[side] for key, side in match.groupdict().items()}
-            lost = next(name for side, name in called.items() if side != match["one"])
-            return said.format(**names, lost=lost)
+    for name, term, rest in _TERMS:
+        called = {side: term if re.search(name, side) else rest for side in sides}
+        if len(sides) != 2 or len(set(called.values())) != 2:
+            continue
+        for pattern, said in _OF_SUMS:
+            match = re.fullmatch(pattern, edit.new)
+            parts = {} if match is None else match.groupdict()
+            factor = parts.pop("factor", "")
+            if parts and set(parts.values()) <= called.keys():
+                names = {key: called[side] for key, side in parts.items()}
+                lost = next(called[side] for side in sides if side != parts["one"])
+                return said.format(**names, lost=lost, factor=factor)
     return None
 
 

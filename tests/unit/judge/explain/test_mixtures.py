@@ -89,13 +89,14 @@ def _shared(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
             lambda routed, shared, gate: routed + shared * gate,
         ),
         (
-            "the output of the shared expert is scaled by 0.5",
+            "the output of the shared expert is added with a factor of 0.5",
             lambda routed, shared, gate: routed + 0.5 * shared * gate.sigmoid(),
         ),
     ],
 )
 def test_shared_experts(subjects, request, cause, change):
-    assert subjects("qwen2_moe").cause(request.node.callspec.id, _shared(change)) == (cause, True)
+    named, is_cause = subjects("qwen2_moe").cause(request.node.callspec.id, _shared(change))
+    assert (named.partition(": in ")[0], is_cause) == (cause, True)  # then the line of HF's code
 
 
 def _set(path: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.nn.Module], None]:
