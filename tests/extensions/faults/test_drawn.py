@@ -61,6 +61,21 @@ def test_an_engine_that_raises_is_thrown_out(faults):
 
     assert _place(replace(faults[3], inject=raises)) is None
 
+    def needs_a_cache(model):
+        """Change the logits, and raise in a run without a cache, by which a fault is placed."""
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        sound = model.forward
+
+        def forward(*args, use_cache=None, **kwargs):
+            if use_cache is False:
+                raise AttributeError("no cache")
+            return sound(*args, use_cache=use_cache, **kwargs)
+
+        model.forward = forward
+
+    assert _place(replace(faults[3], inject=needs_a_cache)) is None
+
 
 @pytest.mark.parametrize(
     ("path", "inside", "outside"),

@@ -85,13 +85,12 @@ def _place(fault: Fault) -> str | None:
     faulty = copy.deepcopy(sound)
     try:
         fault.inject(faulty)
-        is_changed = _largest_change(sound, faulty, fault.setting.dtype) > ROUNDING[fault.setting.dtype]
+        if _largest_change(sound, faulty, fault.setting.dtype) <= ROUNDING[fault.setting.dtype]:
+            return None
+        ids = torch.tensor([module_prompts(0)[0]])
+        first = first_difference(trace(sound, ids), trace(faulty, ids))
     except Exception:  # an engine that raises is no silent fault
         return None
-    if not is_changed:
-        return None
-    ids = torch.tensor([module_prompts(0)[0]])
-    first = first_difference(trace(sound, ids), trace(faulty, ids))
     return _CACHED if first is None else pattern_of(first.path)
 
 
