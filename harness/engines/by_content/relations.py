@@ -251,10 +251,8 @@ def best_assignment(ties: Sequence[Tie], nodes: Mapping[Node, Candidate]) -> dic
         joined = frozenset(tie.origin) | (frozenset() if tie.is_with_known else {tie.result})
         joined = joined.union(*(groups.get(node, frozenset()) for node in joined))
         groups |= dict.fromkeys(joined, joined)
-    told = defaultdict[frozenset[Node], set[tuple[tuple[int, ...], Node | int]]](
-        set
-    )  # two taps for one result are one piece of evidence
-    for tie in ties:
+    told = defaultdict[frozenset[Node], set[tuple[tuple[int, ...], Node | int]]](set)
+    for tie in ties:  # two taps for one result are one piece of evidence
         result = tie.result if tie.is_with_known else tie.result[1]
         told[groups[tie.origin[0]]].add((tuple(content for _, content in tie.origin), result))
     weights = {
