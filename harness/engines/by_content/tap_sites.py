@@ -221,9 +221,12 @@ class LaterSteps:
         is wrong itself may read what another norm could: a norm makes the same of many tensors.
         """
         readers = [op for op in self._hf.graph if tap in op.inputs and not op.is_kept]
-        if tap not in self.taps or not readers or any(reader.tap not in self._pending for reader in readers):
+        if tap not in self.taps or any(reader.tap not in self._pending for reader in readers):
             return
         results = [read.source.site for reader in readers for read in self._pending[reader.tap]]
+        named = [item.tap for item in self.taps.values() if item.evidence is TapEvidence.NAMED]
+        if not results or any(item in named for item in (tap, *(reader.tap for reader in readers))):
+            return
         first, held = min(results, key=self._order.__getitem__), self._best_reads[tap]
         changed = [] if any(reader.kind is Kind.NORM for reader in readers) else self._changed(tap, held, first)
         trials: list[Mapping[str, _Read]] = [
