@@ -82,12 +82,17 @@ def judged_with(monkeypatch):
 
 
 def outputs(comparison, recording, golden, hf, tap):
-    """Return what each known mistake makes of the sampled rows, by its name; the last way where there are several."""
+    """Return what each known mistake makes of the sampled rows, by its name, and by that with its way.
+
+    A name alone stands for its last way.
+    """
     with torch.no_grad(), ExitStack() as stack:
         explainer = Explainer(comparison, recording, golden, hf, stack)
         explainer.hold(hf.graph[tap], stack)
         rows = explainer.wrong_operation(comparison.sound[tap], stack)
-        return rows, {mistake.cause: mistake.output for mistake in power.mistakes_in(rows, [])}
+        made = list(power.mistakes_in(rows, []))
+        by_way = {f"{mistake.cause} ({mistake.detail})": mistake.output for mistake in made}
+        return rows, {mistake.cause: mistake.output for mistake in made} | by_way
 
 
 def test_a_weight_of_ones_hides_what_is_done_with_it(sound):
