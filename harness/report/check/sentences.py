@@ -185,8 +185,6 @@ def finding_sentence(finding: Finding) -> str:
 def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     """Yield (label, sentence) of everything that is not about one operation; timings last."""
     runs, served = result.runs, result.as_served
-    if served is not None and served.status is ServedStatus.NOT_DETERMINISTIC:
-        yield "as served", _as_served(served)
     if any(run.tokens.compared for run in runs):
         yield "tokens", _tokens(sum_tokens(runs))
     verified = [step for run in runs for step in run.acceptance]
@@ -264,11 +262,17 @@ def _examples(mistakes: Sequence[KnownMistake]) -> str:
 
 
 def seen_sentence(result: CheckResult) -> str | None:
-    """Return how an engine's tensors were seen; None if an adapter names them."""
-    seen = result.seen
+    """Return how an engine's tensors were seen; None if an adapter names them and it is deterministic.
+
+    This stands above all findings, so it says first that two runs of an engine differ.
+    """
+    seen, served = result.seen, result.as_served
+    parts = list[str]()
+    if served is not None and served.status is ServedStatus.NOT_DETERMINISTIC:
+        parts.append(_as_served(served))
     if seen is None:
-        return None
-    parts = [seen.attached]
+        return "; ".join(parts) or None
+    parts.append(seen.attached)
     if seen.num_forwards is not None:
         least, most = seen.num_forwards
         parts.append(f"{count(least, 'forward') if least == most else f'{least} to {most} forwards'} in a step")

@@ -177,8 +177,8 @@ def test_an_engine_that_is_not_deterministic_raises_no_alarm(folder, monkeypatch
     result.assert_ok()
     assert engine.runs == [False, True, False]
     assert result.as_served.status is ServedStatus.NOT_DETERMINISTIC
-    facts = result.text().split("\n\n")[-1].splitlines()
-    assert facts[0].startswith("  as served    H241: not deterministic: two watched runs under plain differ by up to")
+    _headline, first, *_rest = result.text().split("\n\n")
+    assert first.startswith("  seen         H241: not deterministic: two watched runs under plain differ by up to")
 
 
 def test_an_engine_whose_watched_runs_agree_is_not_called_random(folder):
