@@ -340,7 +340,7 @@ def layers_that_did_not_run(
         residual = (actual - output).norm(dim=1) / output.norm(dim=1) / rounding_unit(dtype)
     holds = (residual <= bound) & (residual <= _FALL * roundings)
     did_not_run = bool(holds.float().mean() >= MIN_SHARE)
-    nothing = f"nothing of {names} was recorded"
+    nothing = f"no tap of {names} was seen"
     return Explanation(
         cause=f"{names} did not run: {nothing}, and this fits {before}" if did_not_run else nothing,
         scope=where,

@@ -44,14 +44,14 @@ def explained(bench, tensor):
 def test_a_layer_that_did_not_run(bench):
     x = bench.tap(BEFORE)
     explanation = explained(bench, x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * bench.weight(TAP))
-    assert explanation.cause == f"layer 1 did not run: nothing of layer 1 was recorded, and this fits {BEFORE}"
+    assert explanation.cause == f"layer 1 did not run: no tap of layer 1 was seen, and this fits {BEFORE}"
     assert explanation.is_cause
     assert explanation.num_explained == explanation.num_rows
 
 
 def test_a_layer_that_was_only_not_recorded(bench):
     explanation = explained(bench, bench.tap(TAP) * 1.5)
-    assert explanation.cause == "nothing of layer 1 was recorded"
+    assert explanation.cause == "no tap of layer 1 was seen"
     assert not explanation.is_cause
 
 
