@@ -15,10 +15,11 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.engines.adapter import Capabilities, Workload
 from harness.engines.by_content.columns import Table, relative_error, tables_of
-from harness.engines.by_content.finder import TapFinder, TapNames
+from harness.engines.by_content.finder import TapFinder
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.named import named_columns
 from harness.engines.by_content.tap_map import TapEvidence
+from harness.engines.by_content.tensor_names import TapNames
 from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.recording import RecordingWriter

@@ -18,12 +18,13 @@ from harness.engines.by_content.columns import (
     limit_of_same,
     relative_error,
 )
-from harness.engines.by_content.finder import TapFinder, TapNames, have_one_size, in_place_of
+from harness.engines.by_content.finder import TapFinder, have_one_size, in_place_of
 from harness.engines.by_content.forwards import SiteRows
 from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.named import named_columns
 from harness.engines.by_content.steps import MODULE, RETURNED, Site
 from harness.engines.by_content.tap_map import MappedTap, ShownSite, TapEvidence
+from harness.engines.by_content.tensor_names import TapNames
 from harness.formats.taps import Kind, Operation
 from harness.oracle.model import HFModel
 
@@ -224,8 +225,7 @@ class LaterSteps:
         if tap not in self.taps or any(reader.tap not in self._pending for reader in readers):
             return
         results = [read.source.site for reader in readers for read in self._pending[reader.tap]]
-        named = [item.tap for item in self.taps.values() if item.evidence is TapEvidence.NAMED]
-        if not results or any(item in named for item in (tap, *(reader.tap for reader in readers))):
+        if not results or any(map(self._is_named, (tap, *(reader.tap for reader in readers)))):
             return
         first, held = min(results, key=self._order.__getitem__), self._best_reads[tap]
         changed = [] if any(reader.kind is Kind.NORM for reader in readers) else self._changed(tap, held, first)
@@ -240,6 +240,9 @@ class LaterSteps:
             self._take(tap, [trials[0][tap]], TapEvidence.CONSUMERS)
             for reader in readers:
                 self._take(reader.tap, self._pending[reader.tap][-1:], TapEvidence.CONTENT)
+
+    def _is_named(self, tap: str) -> bool:
+        return tap in self.taps and self.taps[tap].evidence is TapEvidence.NAMED
 
     def _changed(self, tap: str, held: _Read, first: Site) -> Iterator[_Read]:
         """Yield what may be a value that was changed before it is read: tensors of no tap that were computed since.

@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness.engines.by_content.columns import Columns, Table
-from harness.engines.by_content.finder import TapNames, elsewhere
 from harness.engines.by_content.hf_run import run_hf
 from harness.engines.by_content.relations import Relations
 from harness.engines.by_content.tap_map import TapEvidence
+from harness.engines.by_content.tensor_names import TapNames, elsewhere
 from harness.engines.tensor_folder import finder_of
 from harness.formats.taps import Graph, Kind, Operation
 from harness.formats.tensors import NamedTensor
