@@ -33,6 +33,10 @@ class ToolAnswer:
         return cls(**{**fields, "row": None if row is None else (int(row[0]), int(row[1]))})
 
 
+NO_ANSWER: Mapping[str, Any] = {"answers": {}, "notes": [], "seconds": 0.0, "distances": {}, "is_refused": False}
+"""What the process of a tool says, beside `problem`, of an engine that the tool was not asked about."""
+
+
 class Tool(Protocol):
     """A tool, or several that share their work."""
 

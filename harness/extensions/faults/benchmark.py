@@ -16,7 +16,7 @@ from harness.base.files import writing
 from harness.base.progress import Progress
 from harness.engines.process import EngineProcess
 from harness.errors import Code, HarnessError
-from harness.extensions.faults.answer import ToolAnswer
+from harness.extensions.faults.answer import NO_ANSWER, ToolAnswer
 from harness.extensions.faults.fault import Fault, Variant
 
 ANSWERS = "answers.jsonl"
@@ -121,7 +121,7 @@ def ask_all(
 
 def _asked(process: ToolProcess, tool: str, id: str, seed: int, device: str, limit_s: float) -> AskedTool:
     question = {"tool": tool, "id": id, "seed": seed, "device": device}
-    said: dict[str, Any] = {"answers": {}, "notes": [], "seconds": 0.0, "distances": {}, "is_refused": False}
+    said = dict(NO_ANSWER)
     try:
         said |= process.ask(question, doing=id, timeout_s=limit_s)
     except HarnessError as error:

@@ -20,14 +20,15 @@ PROMPT_LENGTHS = (37, 9, 21)
 """Tokens of the usual workload's prompts: after several blocks, inside the second, inside the third."""
 NUM_NEW_TOKENS = 6
 BLOCK_SIZE = 8
-Row = tuple[int, int]
-"""(request, position)."""
+Row = tuple[int | None, int | None]
+"""(request, position). The tokens decide what is None."""
 NOTHING = r"(?!)"
 """The pattern of no statement at all."""
 FIRST: Row = (0, 0)
 SECOND: Row = (0, 1)
 FIRST_DECODE: Row = (0, PROMPT_LENGTHS[0])
 FIRST_SAMPLED: Row = (0, PROMPT_LENGTHS[0] - 1)
+ANY_ROW: Row = (None, None)
 
 
 class Category(StrEnum):
@@ -103,8 +104,8 @@ class Fault:
     tap: str | None
     """Pattern of the first operation that shows it, in the order of the graph: of the whole name in the reference
     engine, else of a part of it. None if the engine itself raises, or a property suite."""
-    row: tuple[int | None, int | None] | None
-    """The first row of that operation, by request and position, that is wrong. The tokens decide what is None."""
+    row: Row | None
+    """The first row of that operation that is wrong."""
     cause: str
     """Pattern of every true statement about the cause; `NOTHING` if no known cause is true."""
     engine: EngineKind = EngineKind.REFERENCE
@@ -124,12 +125,12 @@ class Fault:
         matches = re.fullmatch if self.engine in _OF_REFERENCE else re.search
         return matches(self.tap, operation) is not None
 
-    def is_row(self, row: tuple[int | None, int | None] | None) -> bool:
+    def is_row(self, row: Row | None) -> bool:
         """Return whether a row is the first wrong one; how long drafts are right depends on the prompts."""
-        request, position = self.row or (None, None)
+        request, position = self.row or ANY_ROW
         if self.setting.schedule.startswith("speculative"):
             position = None
-        pairs = zip((request, position), row or (None, None), strict=True)
+        pairs = zip((request, position), row or ANY_ROW, strict=True)
         return all(true is None or true == said for true, said in pairs)
 
     def is_cause(self, statement: str) -> bool:

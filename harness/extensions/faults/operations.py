@@ -26,7 +26,8 @@ def distance_to(fault: Fault, subject: ToolSubject, operations: Mapping[str, str
         held = {path: value.numel() for path, value in torch.load(subject.engine / DUMP_FILE).items()}
         num_rows = len(subject.prompts[0])  # of a module that ran twice, the folder has the last output
         shown = {op.tap for op in hf.graph if held.get(op.tap) == num_rows * prod(op.shape)}
-        truths = [order.index(tap) for tap in [first_shown(hf.graph, order[truths[0]], shown)] if tap is not None]
+        first = first_shown(hf.graph, order[truths[0]], shown)
+        truths = [] if first is None else [order.index(first)]
     return {name: _distance(as_tap(operation, order), order, truths) for name, operation in operations.items()}
 
 

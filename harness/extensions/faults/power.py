@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.base.progress import Progress
 from harness.extensions.faults.benchmark import Questions
-from harness.extensions.faults.fault import Category, EngineKind, Fault, FaultConfig, Variant
+from harness.extensions.faults.fault import ANY_ROW, Category, EngineKind, Fault, FaultConfig, Variant
 from harness.extensions.faults.modules.changes import Plant, cache, frequencies, weight
 from harness.extensions.faults.modules.declaring import NUM_NEW_TOKENS
 from harness.extensions.faults.modules.sound_attention import implementation
@@ -84,7 +84,7 @@ def power_entry(id: str) -> Fault | Variant:
     size = SIZES[int(step)]
     return Fault(
         id=id, category=Category.NUMBERS, summary=f"{quantity} off by {size:.1e}.", inject=QUANTITIES[quantity](size),
-        tap=".*", row=(None, None), cause=".*", engine=EngineKind.MODULE, setting=setting,
+        tap=".*", row=ANY_ROW, cause=".*", engine=EngineKind.MODULE, setting=setting,
     )  # fmt: skip
 
 

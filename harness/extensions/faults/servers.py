@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.extensions.faults.fault import EngineKind, Fault, Variant
+from harness.extensions.faults.fault import ANY_ROW, EngineKind, Fault, Variant
 from harness.formats.taps import LOGITS
 
 _START_S = 60.0
@@ -27,7 +27,7 @@ def served_faults(faults: Sequence[Fault]) -> list[Fault]:
     shown = [fault for fault in faults if fault.tap is not None and fault.suite is None and _is_served(fault)]
     return [
         replace(
-            fault, id=f"server/{fault.id}", engine=EngineKind.SERVER, tap=LOGITS, row=(None, None),
+            fault, id=f"server/{fault.id}", engine=EngineKind.SERVER, tap=LOGITS, row=ANY_ROW,
             equivalent=_NOTHING_SHOWS.get(fault.id, ""),
         )
         for fault in shown[::_EVERY]

@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.engines.worker import serve
 from harness.errors import Code, HarnessError
-from harness.extensions.faults.answer import Tool, ToolAnswer
+from harness.extensions.faults.answer import NO_ANSWER, Tool, ToolAnswer
 from harness.extensions.faults.catalogue import entry_of
 from harness.extensions.faults.fault import Fault, Variant
 from harness.extensions.faults.operations import distance_to
@@ -24,7 +24,6 @@ from harness.extensions.faults.subject import ToolSubject, opened
 from harness.extensions.faults.tools import open_tool
 from harness.extensions.faults.zoo.quiet import quiet
 
-_NOTHING: Mapping[str, Any] = {"answers": {}, "notes": [], "seconds": 0.0, "distances": {}, "is_refused": False}
 _OF_THE_ENGINE = {Code.ENGINE_FAILED, Code.PROPERTY_VIOLATED}
 """Errors that tell of the engine; any other tells that it was not checked."""
 UNREACHED = "the code with the mistake never ran: the setting is wrong"
@@ -41,13 +40,13 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     tool = open_tool(question["tool"])
     entry = entry_of(question["id"])
     if entry.engine not in tool.kinds:
-        return {**_NOTHING, "problem": f"takes no {entry.engine}", "is_refused": True}
+        return {**NO_ANSWER, "problem": f"takes no {entry.engine}", "is_refused": True}
     try:
         with quiet(), opened(entry, seed=question["seed"], device=question["device"]) as (subject, planted):
             return asked(tool, subject, entry, planted)
     except Exception as error:  # such as a family that this transformers does not build
         traceback.print_exc()
-        return {**_NOTHING, "problem": f"the engine does not open: {error}".splitlines()[0][:300]}
+        return {**NO_ANSWER, "problem": f"the engine does not open: {error}".splitlines()[0][:300]}
 
 
 def asked(tool: Tool, subject: ToolSubject, entry: Fault | Variant, planted: InjectedFault) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def asked(tool: Tool, subject: ToolSubject, entry: Fault | Variant, planted: Inj
     if isinstance(entry, Fault) and planted.num_calls == 0 and subject.suite is None:
         answers, problem = {}, UNREACHED
     return {
-        **_NOTHING,
+        **NO_ANSWER,
         "answers": {name: said.as_json() for name, said in answers.items()},
         "problem": problem,
         "notes": notes,

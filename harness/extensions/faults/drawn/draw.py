@@ -11,7 +11,7 @@ from torch import nn
 
 from harness.extensions.faults.drawn import edits, slips
 from harness.extensions.faults.drawn.edits import Edit
-from harness.extensions.faults.fault import Category, EngineKind, Fault, FaultConfig
+from harness.extensions.faults.fault import ANY_ROW, Category, EngineKind, Fault, FaultConfig
 from harness.extensions.faults.modules.declaring import NUM_NEW_TOKENS, module_prompts
 from harness.extensions.faults.operations import ATTENTION
 from harness.extensions.faults.zoo.divergence import first_difference, trace
@@ -75,7 +75,7 @@ def drawn(id: str) -> Fault | None:
     setting = FaultConfig(model=family, dtype=dtype, schedule=schedule, max_new_tokens=NUM_NEW_TOKENS)
     return Fault(
         id=id, category=CATEGORIES[kind], summary=f"{kind}: {family}: {made[0]}.", inject=made[1], tap=_ANYTHING,
-        row=(None, None), cause=made[2] or _ANYTHING, engine=EngineKind.MODULE, setting=setting,
+        row=ANY_ROW, cause=made[2] or _ANYTHING, engine=EngineKind.MODULE, setting=setting,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from harness.extensions.faults.fault import FIRST, SECOND, EngineKind, Fault
+from harness.extensions.faults.fault import ANY_ROW, FIRST, SECOND, EngineKind, Fault
 from harness.extensions.faults.modules import (
     attention,
     experts,
@@ -22,7 +22,7 @@ _SOUND = (sound_attention, sound_modules)
 
 def _is_in_prefill(fault: Fault) -> bool:
     """Tell what one whole prefill of request 0 shows."""
-    request, position = fault.row or (None, None)
+    request, position = fault.row or ANY_ROW
     return fault.setting.schedule == "plain" and request == 0 and position is not None and position < PROMPT
 
 

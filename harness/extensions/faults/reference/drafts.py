@@ -32,7 +32,8 @@ _K_CACHE, _ATTENTION, _Q_ROPE = "model.layers.0.k_cache", "model.layers.0.attent
 _SPECULATIVE = FaultConfig(schedule="speculative", max_new_tokens=14)
 _REWOUND = FaultConfig(schedule="rewound", max_new_tokens=8)
 _CHECKED = {"enable_prefix_caching": "true", "debug_checks": "true"}
-_REJECTED: Row = (0, PROMPT_LENGTHS[0] + 1)
+_REJECTED_AT = PROMPT_LENGTHS[0] + 1
+_REJECTED: Row = (0, _REJECTED_AT)
 """The first step after the prompt accepts nothing."""
 _SECOND_ROW: Row = (0, PROMPT_LENGTHS[0] + 2)
 _LAST_OF_PROMPT: Row = (0, PROMPT_LENGTHS[0] - 1)
@@ -225,7 +226,7 @@ FAULTS = [
            replacing((BlockManager, "trim", _blocks_kept)), "block", None, None,
            setting=replace(_SPECULATIVE, options={"block_size": "2"})),
     _fault("ring-not-rewound", "The ring of a sliding window keeps rejected drafts where older tokens were.", _ring,
-           "rejected draft, position", _K_CACHE, (0, _REJECTED[1] - _WINDOW),
+           "rejected draft, position", _K_CACHE, (0, _REJECTED_AT - _WINDOW),
            setting=replace(_SPECULATIVE, model="gemma3-tiny")),
     _fault("taken-back-key-stays", "Keys and values that a request went back over are not written over.",
            _stays(_noting_taken_back, keys=True, values=True), "taken back, position", _K_CACHE, FIRST_DECODE,

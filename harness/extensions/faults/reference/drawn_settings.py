@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 import reference_engine.attention.paged
 import reference_engine.kv_cache
 import reference_engine.model
-from harness.extensions.faults.fault import NOTHING, Category, Fault, FaultConfig
+from harness.extensions.faults.fault import ANY_ROW, NOTHING, Category, Fault, FaultConfig
 from harness.extensions.faults.reference.attention import attend, causal
 from harness.extensions.faults.reference.cache import stored
 from harness.extensions.faults.reference.injection import replacing
@@ -192,7 +192,7 @@ def _fault(
     """The schedule decides which row is wrong first."""
     setting = FaultConfig(model=model, dtype=dtype, schedule=schedule)
     return Fault(
-        id=f"odd/{id}", category=category, summary=summary, inject=inject, cause=cause, tap=tap, row=(None, None),
+        id=f"odd/{id}", category=category, summary=summary, inject=inject, cause=cause, tap=tap, row=ANY_ROW,
         setting=setting,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults.fault import FIRST, Category, table_of
+from harness.extensions.faults.fault import ANY_ROW, FIRST, Category, table_of
 from harness.extensions.faults.reference.injection import replacing
 from harness.extensions.faults.reference.weights import Weights, loaded
 from reference_engine.batch import Batch
@@ -13,9 +13,6 @@ from reference_engine.families.experts import Experts
 
 _CHOICE, _WEIGHTS, _EXPERTS = (f"model.layers.0.mlp.{site}" for site in ("gate.topk", "gate.1", "experts"))
 _E0 = "model.layers.0.mlp.experts."
-_ANY_ROW = (None, None)
-"""The tokens decide which row is the first that takes the expert."""
-"""The first row of the usual prompts that is sent to expert 6."""
 Route = tuple[torch.Tensor, torch.Tensor]
 """Weights and numbers of each token's experts, both [T, C]."""
 
@@ -189,13 +186,14 @@ FAULTS = [
     _fault("experts-rank-missing", "The outputs of another rank's experts are lost.", mixed(_rank_missing),
            "output of experts 1, 6 is not added"),
     _fault("experts-swapped", "Two experts are swapped.", loaded(_swapped), "1 and 6 are swapped"),
+    # The tokens decide which row is the first that takes an expert.
     _fault("expert-of-another", "One expert has the weights of another.", loaded(_duplicated),
-           "expert 6 is computed with the weights of expert 2", row=_ANY_ROW),
-    _fault("expert-stale", "One expert was not updated.", loaded(_stale), "expert 6 is another than", row=_ANY_ROW),
+           "expert 6 is computed with the weights of expert 2", row=ANY_ROW),
+    _fault("expert-stale", "One expert was not updated.", loaded(_stale), "expert 6 is another than", row=ANY_ROW),
     _fault("expert-not-loaded", "The last product of one expert is zero.", loaded(_unloaded),
-           "output of expert 6 is not added", row=_ANY_ROW),
+           "output of expert 6 is not added", row=ANY_ROW),
     _fault("expert-of-another-layer", "One expert is that of the next layer.", loaded(_one_of_the_layer_behind),
-           "expert 1 are those of expert 1 of model.layers.1", row=_ANY_ROW),
+           "expert 1 are those of expert 1 of model.layers.1", row=ANY_ROW),
     _fault("experts-of-another-layer", "The experts are those of the next layer.", loaded(_of_the_layer_behind),
            "experts are those of model.layers.1"),
     _fault("experts-gate-and-up", "Gate and up of the experts are swapped.", loaded(_gate_and_up),

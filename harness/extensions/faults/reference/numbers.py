@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults.fault import FIRST, Category, Fault, table_of
+from harness.extensions.faults.fault import ANY_ROW, FIRST, Category, Fault, Row, table_of
 from harness.extensions.faults.reference.cache import stored
 from harness.extensions.faults.reference.norm import edited_layers
 from harness.extensions.faults.reference.weights import Weights, loaded
@@ -16,7 +16,7 @@ from reference_engine.model import DecoderLayer
 _DOWN, _K_CACHE = "model.layers.0.mlp.down_proj", "model.layers.0.k_cache"
 _ATTENTION = "model.layers.0.attention"
 _INT8, _FP8 = 127, 448.0
-_ANY_ROW = (None, None)
+_NEAR_ROUNDING = ANY_ROW
 """The error is of 2 to 3 roundings, and sound ones reach 2.3: the tokens decide which row is beyond that."""
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -112,7 +112,7 @@ def _gained(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -
 _number = table_of(category=Category.NUMBERS, row=FIRST)
 
 
-def _fault(id: str, summary: str, inject: Any, cause: str, tap: str, dtype: str, *row: Any, **rest: Any) -> Fault:
+def _fault(id: str, summary: str, inject: Any, cause: str, tap: str, dtype: str, *row: Row, **rest: Any) -> Fault:
     return _number(id, summary, inject, cause, tap, *row, dtype=dtype, **rest)
 
 
@@ -121,7 +121,7 @@ FAULTS = [
     _fault("weight-int8", "A weight is in 8 bits, one scale for each output.", _weights(lambda w: _int8(w, 1)),
            "weight is in int8", _DOWN, _FP32),
     _fault("weight-int8-in-bfloat16", "A weight is in 8 bits, one scale for each output.",
-           _weights(lambda w: _int8(w, 1)), "weight is in int8", _DOWN, _BF16, _ANY_ROW),
+           _weights(lambda w: _int8(w, 1)), "weight is in int8", _DOWN, _BF16, _NEAR_ROUNDING),
     _fault("weight-int8-groups", "A weight is in 8 bits, one scale for 32 inputs.", _weights(_int8_in_groups),
            "weight is in int8.*32", _DOWN, _FP16),
     _fault("weight-fp8", "A weight is in float8, one scale for all of it.",
@@ -152,9 +152,9 @@ FAULTS = [
     _fault("sums-fp16", "A product keeps its sum in float16, 8 inputs at a time.", _products(_summed_in_pieces(8)),
            "sum.*float16", _DOWN, _FP16),
     _fault("product-cut-off", "The result of a product is cut off to bfloat16 instead of rounded.",
-           _products(_cut_off_product), "cut off", _DOWN, _BF16, _ANY_ROW),
+           _products(_cut_off_product), "cut off", _DOWN, _BF16, _NEAR_ROUNDING),
     _fault("product-cut-off-fp16", "The result of a product is cut off to float16 instead of rounded.",
-           _products(_cut_off_product), "cut off", _DOWN, _FP16, _ANY_ROW),
+           _products(_cut_off_product), "cut off", _DOWN, _FP16, _NEAR_ROUNDING),
     _fault("sum-overflow-fp16", "A product in bfloat16 keeps its sum in float16, which overflows.",
            _products(_overflowing_product), "overflow of float16", _DOWN, _BF16,
            scaled={"model.layers.0.mlp.up_proj.weight": 3e5}),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, table_of
+from harness.extensions.faults.fault import FIRST, FIRST_SAMPLED, SECOND, Category, Fault, Row, table_of
 from harness.extensions.faults.reference.attention import everywhere
 from harness.extensions.faults.reference.injection import replacing
 from harness.extensions.faults.reference.norm import branches
@@ -85,7 +85,7 @@ _part = table_of(row=FIRST)
 
 
 def _fault(
-    id: str, category: Category, summary: str, inject: Any, cause: str, tap: str, *row: Any, **rest: Any
+    id: str, category: Category, summary: str, inject: Any, cause: str, tap: str, *row: Row, **rest: Any
 ) -> Fault:
     place = tap if tap.startswith(("model.", "lm_head")) else _LAYER + tap
     return _part(id, summary, inject, cause, place, *row, category=category, **rest)
