@@ -107,9 +107,8 @@ class Projections:
         """Read what earlier checks left; a damaged file is as none."""
         with suppress(OSError, safetensors.SafetensorError):
             kept = safetensors.torch.load_file(self._path)
-            self._weights = {
-                tap: wu.clone() for tap, wu in kept.items()
-            }  # products of unaligned numbers differ in bits
+            # The file's tensors are not aligned, and products of those differ in bits.
+            self._weights = {tap: wu.clone() for tap, wu in kept.items()}
 
     def fit(self, operation: Operation, num_rows: int, num_exact: int) -> bool:
         """Whether a product of so many rows is projected, of which so many are multiplied out."""

@@ -87,17 +87,18 @@ def likely_mistakes(wrong: WrongOperation, *, of_code: bool) -> Iterator[Hypothe
     trials, seen, num_tried = _Trials.of(wrong), set[int](), 0
     if trials is None:
         return
-    held = list(changes_of_parameters(wrong, modules_around(wrong)[:1]))
-    changes = [*(changes_of_code(wrong, trials.lines) if of_code else ()), *held]
-    for change in sorted(changes, key=lambda change: change.rank):
+    changes = [(change, False) for change in (changes_of_code(wrong, trials.lines) if of_code else ())]
+    changes += [(change, True) for change in changes_of_parameters(wrong, modules_around(wrong)[:1])]
+    for change, is_of_parameter in sorted(changes, key=lambda item: item[0].rank):
         if change.is_fitted or change.is_vague:
             continue
         if (num_tried := num_tried + 1) > _MOST_MISTAKES:
             return
-        output = trials.output_of_few(change, may_be_right=change in held)
-        if output is not None and (change in held or _digest(output) not in seen):
-            seen.add(_digest(output))
-            yield Hypothesis(cause=change.tell(1.0).cause, output=output)
+        output = trials.output_of_few(change, may_be_right=is_of_parameter)
+        if output is None or ((digest := _digest(output)) in seen and not is_of_parameter):
+            continue
+        seen.add(digest)
+        yield Hypothesis(cause=change.tell(1.0).cause, output=output)
 
 
 def in_turns(wrong: WrongOperation, lines: LinesRun) -> list[tuple[int, ModelChange]]:

@@ -91,12 +91,12 @@ _BRANCHES = (
 
 
 _OF_SUMS = (
-    (r"is `(?P<one>.+)`", "{lost} is not added to {one}"),
-    (r"is `\((?P<one>.+)\) \+ 2 \* \((?P<other>.+)\)`", "{other} is added twice"),
-    (r"is `2 \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added twice"),
-    (r"is `\((?P<one>.+)\) \+ (?P<factor>\S+) \* \((?P<other>.+)\)`", "{other} is added with a factor of {factor}"),
-    (r"is `(?P<factor>\S+) \* \((?P<other>.+)\) \+ \((?P<one>.+)\)`", "{other} is added with a factor of {factor}"),
-    (r"is `(?P<one>[^-]+) - (?P<other>[^-]+)`", "{other} is subtracted"),
+    (r"is `(?P<first>.+)`", "{lost} is not added to {first}"),
+    (r"is `\((?P<first>.+)\) \+ 2 \* \((?P<second>.+)\)`", "{second} is added twice"),
+    (r"is `2 \* \((?P<second>.+)\) \+ \((?P<first>.+)\)`", "{second} is added twice"),
+    (r"is `\((?P<first>.+)\) \+ (?P<factor>\S+) \* \((?P<second>.+)\)`", "{second} is added with a factor of {factor}"),
+    (r"is `(?P<factor>\S+) \* \((?P<second>.+)\) \+ \((?P<first>.+)\)`", "{second} is added with a factor of {factor}"),
+    (r"is `(?P<first>[^-]+) - (?P<second>[^-]+)`", "{second} is subtracted"),
 )
 """What becomes of a sum of two terms."""
 _TERMS = (
@@ -174,7 +174,7 @@ def _of_sum(edit: Edit) -> str | None:
             factor = parts.pop("factor", "")
             if parts and set(parts.values()) <= called.keys():
                 names = {key: called[side] for key, side in parts.items()}
-                lost = next(called[side] for side in sides if side != parts["one"])
+                lost = next(called[side] for side in sides if side != parts["first"])
                 return said.format(**names, lost=lost, factor=factor)
     return None
 
