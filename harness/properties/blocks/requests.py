@@ -219,8 +219,8 @@ class CacheRequests(Machine):
         return RequestRecord(request_id=request_id, token_ids=list(token_ids), salt=salt)
 
     def salt_if(self, has_salt: bool, request_id: int) -> str:
-        """Return the salt of a request, one of two that begin alike; empty if it has none."""
-        return f"tenant {request_id % 2}" if has_salt and self.has_salts else ""
+        """Return the salt of a request; empty if it has none."""
+        return salt_of(request_id) if has_salt and self.has_salts else ""
 
     def salted(self, salt: str) -> dict[str, object]:
         """Return the keywords of a call."""
@@ -266,6 +266,11 @@ class CacheRequests(Machine):
         if looked_up is not None and looked_up != num_cached:
             what = f"the look-up found {looked_up} tokens, and the allocation right after it {num_cached}"
             self.note(Invariant.LOOKUP, what, f"assert result == {looked_up}")
+
+
+def salt_of(request_id: int) -> str:
+    """Return one of two salts that begin alike."""
+    return f"tenant {request_id % 2}"
 
 
 def known(requests: Iterable[Record], request_id: int) -> Record:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from hypothesis import settings as Settings  # noqa: N812  # `settings` is what the functions here take
 from hypothesis import strategies as st
 
-from harness.properties.blocks.requests import NEW, known, prompts, similar_prompts, token_lists
+from harness.properties.blocks.requests import NEW, known, prompts, salt_of, similar_prompts, token_lists
 from harness.properties.core.falsify import NamedAdapter
 from harness.properties.core.findings import Invariant, Violation
 from harness.properties.core.machine import Arguments, NotApplicable, action, one_of
@@ -78,7 +78,7 @@ class SchedulerMachine(SchedulerCalls):
             token_ids = token_ids[: longest - max_new_tokens]
         if not token_ids or max_new_tokens < 1:
             raise NotApplicable
-        chosen = f"tenant {request_id % 2}" if salt and self.has_salts else ""
+        chosen = salt_of(request_id) if salt and self.has_salts else ""
         request = self.new_request(request_id, token_ids, max_new_tokens, chosen)
         self.history.append(list(token_ids))
         salted = {"salt": request.salt} if request.salt else {}
