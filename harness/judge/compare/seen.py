@@ -14,8 +14,9 @@ import torch
 from harness.formats.recording import Recording
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch
+from harness.judge.compare.propagated import KnownDistances
 from harness.judge.compare.row_judge import LocalErrors
-from harness.judge.compare.sequences import RowSequence
+from harness.judge.compare.sequences import RowSequence, sequences
 from harness.oracle.model import HFModel
 
 _ROTATIONS_BY_LENGTH = ("'dynamic'", "'longrope'")
@@ -31,22 +32,30 @@ class NumberedRows:
     is_seen: torch.Tensor
     """[rows] bool: judged in an earlier schedule."""
     unseen: Sequence[RowSequence]
-    """The sequences, with only the other rows to be judged."""
+    """The sequences with other rows, only these to be judged."""
+    seen: "SeenRows"
+
+    @property
+    def by_identity(self) -> dict[tuple[int, int, int], int]:
+        """The number of each row."""
+        return dict(zip(self.rows.identities(), self.numbers.tolist(), strict=True))
 
 
 @dataclass(slots=True)
 class SeenRows:
     """Errors of the rows that were judged in the schedules so far."""
 
+    num_judged_again: int = 0
+    """Of the longest sequences all rows are judged again: the power of a pass is that of the last schedule's rows."""
     _numbers: dict[bytes, int] = field(default_factory=dict)
     _sound: set[int] = field(default_factory=set)
     _errors: dict[str, tuple[LocalErrors, dict[int, int]]] = field(default_factory=dict)
     """By tap: errors, and the place of the row of each number among them."""
+    _distances: dict[str, KnownDistances] = field(default_factory=dict)
+    """By digest of the golden."""
 
-    def number(
-        self, recording: Recording, sequences: Sequence[RowSequence], hf: HFModel, taps: Collection[str]
-    ) -> NumberedRows | None:
-        """Give the rows of some sequences their numbers.
+    def number(self, recording: Recording, hf: HFModel, taps: Collection[str]) -> NumberedRows | None:
+        """Give the rows of a recording their numbers.
 
         None where a row depends on more than the rows before it: the frequencies of some rotations follow the length of
         a request, some layers see later tokens, and images stand in no row.
@@ -55,21 +64,32 @@ class SeenRows:
         depends_on_more = any(kind in str(hf.config.to_dict()) for kind in _ROTATIONS_BY_LENGTH) or (
             numerics is not None and numerics.rotates_by_request
         )
-        if depends_on_more or hf.graph.drafted_from or any(item.request.inputs for item in sequences):
+        if depends_on_more or hf.graph.drafted_from or any(item.inputs for item in recording.manifest.requests):
             return None
+        if not (of_requests := sequences(recording)):
+            return None
+        by_length = sorted(range(len(of_requests)), key=lambda at: -len(of_requests[at]))
+        again = set(by_length[: self.num_judged_again])
         rows, numbers, is_seen, unseen = list[Rows](), list[torch.Tensor](), list[torch.Tensor](), list[RowSequence]()
-        for item in sequences:
+        for index, item in enumerate(of_requests):
             digests = _digests(recording, item, taps)
             of_all = torch.tensor([self._numbers.setdefault(digest, len(self._numbers)) for digest in digests])
-            seen = torch.tensor([number in self._sound for number in of_all.tolist()])
+            seen = torch.tensor([number in self._sound and index not in again for number in of_all.tolist()])
             at = item.is_own.nonzero()[:, 0]
             rows.append(Rows(request=torch.full_like(at, item.request.id), position=at, step=item.step[at]))
             numbers.append(of_all[at])
             is_seen.append(seen[at])
-            unseen.append(replace(item, is_own=item.is_own & ~seen))
+            if not bool(is_seen[-1].all()):
+                unseen.append(replace(item, is_own=item.is_own & ~seen))
         return NumberedRows(
-            rows=Rows.concat(rows), numbers=torch.cat(numbers), is_seen=torch.cat(is_seen), unseen=unseen
+            rows=Rows.concat(rows), numbers=torch.cat(numbers), is_seen=torch.cat(is_seen), unseen=unseen, seen=self
         )
+
+    def distances(self, golden: Recording, numbered: NumberedRows) -> KnownDistances:
+        """Return the distances to a golden that are known, for the rows of a recording."""
+        known = self._distances.setdefault(golden.manifest_sha256, KnownDistances())
+        known.numbers = numbered.by_identity
+        return known
 
     def with_seen(self, errors: Mapping[str, LocalErrors], numbered: NumberedRows) -> dict[str, LocalErrors]:
         """Return the errors of all rows: those of seen rows are the ones that were measured before."""
@@ -87,7 +107,7 @@ class SeenRows:
 
     def remember(self, errors: Mapping[str, LocalErrors], numbered: NumberedRows) -> None:
         """Note the errors of the unseen rows of a schedule in which no operation was wrong."""
-        numbers = dict(zip(numbered.rows.identities(), numbered.numbers.tolist(), strict=True))
+        numbers = numbered.by_identity
         for tap, new in errors.items():
             known, places = self._errors.get(tap, (None, {}))
             begin = 0 if known is None else len(known.roundings)

@@ -54,6 +54,8 @@ _POWER_SHARE = 0.1
 
 _LEAST_FOR_SEEN = 4
 """Schedules from which on rows are looked up among those of earlier schedules: fewer share too few."""
+_SEQUENCES_OF_POWER = 2
+"""Longest sequences of which all rows are judged under the last schedule: the power of a pass is that of their rows."""
 
 
 def run_check(
@@ -163,13 +165,13 @@ def _run_schedules(
     begin: float,
 ) -> Iterator[RunResult]:
     """Yield the result of each schedule; it runs when it is asked for."""
-    edit_budget, seen = Budget(plan.case.explain_s), SeenRows()
+    edit_budget, seen = Budget(plan.case.explain_s), None if len(plan.schedules) < _LEAST_FOR_SEEN else SeenRows()
     for index, schedule in enumerate(plan.schedules):
         report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
         is_last = index + 1 == len(plan.schedules)
-        # The power of a pass is that of the last schedule's rows, so these are all judged.
-        known = None if is_last or len(plan.schedules) < _LEAST_FOR_SEEN else seen
-        yield _run_schedule(plan, engine, schedule, golden, hf, out, report, begin, edit_budget, known, serves=is_last)
+        if seen is not None and is_last:
+            seen.num_judged_again = _SEQUENCES_OF_POWER
+        yield _run_schedule(plan, engine, schedule, golden, hf, out, report, begin, edit_budget, seen, serves=is_last)
 
 
 def _run_schedule(
