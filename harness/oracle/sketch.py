@@ -31,7 +31,7 @@ from harness.base.files import read_bytes, write_text
 from harness.errors import Code, HarnessError
 from harness.formats.recording import Step
 from harness.oracle.golden import Golden
-from harness.oracle.sketch_rows import is_wide, sketch_rows, sketched_taps
+from harness.oracle.sketch_rows import is_wide, parts_of, sketch_rows, sketched_taps
 
 NUM_PROJECTIONS = 3
 
@@ -145,8 +145,11 @@ def _values(
     rows, is_sketch = step.tap(tap), tap in golden.sketched
     if tap in sketched and not is_sketch and is_wide(rows):
         rows, is_sketch = sketch_rows(rows, torch.float64), True
+    if is_sketch:
+        projections, norms = parts_of(rows.cpu())
+        return projections.numpy(), norms.numpy()
     values = rows.flatten(1).to(torch.float64).cpu().numpy()
-    return (values[:, :-1], values[:, -1]) if is_sketch else (values, np.linalg.norm(values, axis=1))
+    return values, np.linalg.norm(values, axis=1)
 
 
 class _Sums:

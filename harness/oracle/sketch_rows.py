@@ -6,6 +6,10 @@ with a probability of 1/128 at most. With S for all projections, S(a) - S(e) = S
 that of d: its square is right in the mean, with a standard deviation of at most sqrt(2 / 128) of it, so a norm is right
 to 6 %.
 Equal rows have equal sketches, bit for bit: the sums are taken in one order, whatever rows stand beside them.
+
+Sums in float64 are stored in float32: each is off by a rounding to float32 at most, as an element of the engine's row
+is. So a distance of one rounding seems to be two. The norm is stored to 48 bits, and the difference of
+two norms is the least distance: rows that differ in a single bit do not seem equal.
 """
 
 import hashlib
@@ -38,15 +42,27 @@ def is_wide(rows: torch.Tensor) -> bool:
 
 
 def sketch_dtype(engine: torch.dtype, truth: torch.dtype) -> torch.dtype:
-    """Return the dtype of sketches: one whose roundings are far below those of the engine."""
+    """Return the dtype of the sums: one whose roundings are far below those of the engine."""
     return truth if engine in _HALF else torch.float64
 
 
 def sketch_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the projections of each row and its norm: [R, 129] in `dtype`, of rows [R, ...]."""
+    """Return the projections of each row [R, ...] and its norm, summed in `dtype`: float32 [R, 129], or [R, 130].
+
+    Of float64, the norm is the sum of the last two columns.
+    """
     rows = rows.flatten(1)
     step = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1]))
-    return torch.cat([_sketch_block(block.to(dtype)) for block in rows.split(step)])
+    sketch = torch.cat([_sketch_block(block.to(dtype)) for block in rows.split(step)])
+    stored = sketch.to(torch.float32)
+    rest = (sketch[:, -1:] - stored[:, -1:]).to(torch.float32)
+    return torch.cat([stored, rest], dim=1) if dtype == torch.float64 else stored
+
+
+def parts_of(sketch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the projections and the norms in float64, [R, 128] and [R], of what `sketch_rows` returns."""
+    values = sketch.to(torch.float64)
+    return values[:, :PROJECTIONS_A_ROW], values[:, PROJECTIONS_A_ROW:].sum(dim=1)
 
 
 def _sketch_block(values: torch.Tensor) -> torch.Tensor:
@@ -76,11 +92,12 @@ def estimated_metrics(actual: torch.Tensor, expected: torch.Tensor) -> RowMetric
 
     Args:
         actual: [R, ...] of any floating dtype.
-        expected: [R, 129], of `sketch_rows`.
+        expected: [R, 129] or [R, 130], of `sketch_rows`.
     """
-    sketches, theirs = sketch_rows(actual, expected.dtype).to(torch.float64), expected.to(torch.float64)
-    error_norm = torch.linalg.vector_norm(sketches[:, :-1] - theirs[:, :-1], dim=1)
-    actual_norm, expected_norm = sketches[:, -1], theirs[:, -1]
+    is_fine = expected.shape[1] > PROJECTIONS_A_ROW + 1
+    ours, actual_norm = parts_of(sketch_rows(actual, torch.float64 if is_fine else torch.float32))
+    theirs, expected_norm = parts_of(expected)
+    error_norm = torch.linalg.vector_norm(ours - theirs, dim=1).maximum((actual_norm - expected_norm).abs())
     is_finite, num_nan, num_inf = torch.ones_like(error_norm, dtype=torch.bool), 0, 0
     if not bool(torch.isfinite(error_norm).all()):
         is_finite = torch.isfinite(actual).flatten(1).all(dim=1)

@@ -32,7 +32,8 @@ def masks():
 @pytest.mark.parametrize("which", masks())
 def test_a_distance_is_estimated_within_a_few_per_cent(which):
     expected = rows()
-    actual = expected + 1e-6 * rows(1) * masks()[which]
+    mask = masks()[which]
+    actual = expected + 1e-6 * (WIDTH / mask.sum()).sqrt() * rows(1) * mask
     whole, estimated = row_metrics(actual, expected), estimated_metrics(actual, sketch_rows(expected, torch.float64))
     share = estimated.relative_l2 / whole.relative_l2
     assert float(share.square().mean()) == pytest.approx(1, abs=0.05)
@@ -40,6 +41,15 @@ def test_a_distance_is_estimated_within_a_few_per_cent(which):
     torch.testing.assert_close(estimated.cosine, whole.cosine, rtol=0, atol=1e-11)
     assert estimated.is_estimated
     assert not whole.is_estimated
+
+
+def test_a_distance_of_one_rounding_is_known_to_few_roundings():
+    expected = rows()
+    actual = expected.float()
+    whole, estimated = row_metrics(actual, expected), estimated_metrics(actual, sketch_rows(expected, torch.float64))
+    share = estimated.relative_l2 / whole.relative_l2
+    assert 0.9 < float(share.min()) <= float(share.max()) < 2.5
+    assert sketch_rows(expected, torch.float64).dtype == torch.float32
 
 
 def test_equal_rows_have_equal_sketches_wherever_they_stand(monkeypatch):
