@@ -194,6 +194,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     # Sizes that have to agree with each other.
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 128, "mlp_multipliers": [0.8, 1.2], "ssm_multipliers": [0.8, 1.2, 0.9, 1.1, 0.7]},
+    "zamba2": {"time_step_min": 1e-5, "time_step_floor": 1e-3},  # its decode knows no such limit, prompts do
     "xlstm": {"qk_dim_factor": 1.0},  # both are rounded up to 64
     "xlnet": {"d_inner": 96},
     "moshi": {"sliding_window": 512},  # its forward has no window, its cache has: they differ beyond it
