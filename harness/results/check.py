@@ -324,6 +324,8 @@ class Extent:
     """Most positions of one request."""
     token_ids: Annotated[int | None, LARGEST] = None
     """Different token ids that were computed."""
+    chunks: Annotated[tuple[int, ...], UNION] = ()
+    """Numbers of tokens of a prompt that a step computed, other than to its end."""
     all_positions: Annotated[int | None, LARGEST] = None
     """Positions that the model has; None where its configuration does not say."""
     all_token_ids: Annotated[int | None, LARGEST] = None
@@ -440,7 +442,11 @@ class DetectionPower:
     not_tried: tuple[str, ...] = ()
     """Taps of operations for which there was no time."""
     not_covered: tuple[str, ...] = ()
-    """Sites of which no mistake was tried: caches, states, and what was judged only through other operations."""
+    """Sites of which no mistake was tried: states, and what was judged only through other operations."""
+    bit_for_bit: tuple[str, ...] = ()
+    """Sites of caches that were read back, where any bit that differs from what was written is seen."""
+    smallest_change: float | None = None
+    """Relative change of a row that is out of bounds in each operation of `tried`; None if none was tried."""
     failures: tuple[str, ...] = ()
     """Explanations that raised an error, and where."""
 

@@ -155,7 +155,8 @@ _GENERIC: Sequence[Explain] = (
     generic.inputs_in_lower_precision,
     generic.offset_per_channel,
 )
-_FITTED = (misread.other_rows,)
+_OF_ANY_ROWS = (generic.zero_output, generic.gain_of_a_setting, generic.another_input)
+"""Generic explanations that say in full what was done."""
 LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
     Kind.EMBEDDING: (_GENERIC,),
     Kind.COPY: (_GENERIC,),
@@ -195,12 +196,9 @@ def _is_row(row: tuple[object, object]) -> bool:
 
 
 def known_mistakes(kind: Kind) -> list[Explain]:
-    """Return the explanations of a kind that name a mistake, without those that only say how values differ.
-
-    Nor those whose mistakes are all fitted to wrong rows: they say nothing of rows that are right.
-    """
-    stages = (stage for stage in stages_of(kind) if stage not in (_ORDERS, _EDITS, _GENERIC))
-    return [explain for stage in stages for explain in stage if explain not in _FITTED]
+    """Return the explanations of a kind that name a mistake, without those that only say how values differ."""
+    stages = [stage for stage in stages_of(kind) if stage not in (_ORDERS, _EDITS)]
+    return [explain for stage in stages for explain in stage if stage is not _GENERIC or explain in _OF_ANY_ROWS]
 
 
 def causes_of(kind: Kind) -> list[Explain]:

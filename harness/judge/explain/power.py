@@ -7,7 +7,7 @@ that nobody wrote down.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
-from harness.judge.compare.evidence import guarded
+from harness.judge.compare.evidence import Evidence, guarded
 from harness.judge.compare.run import Comparison
 from harness.judge.explain.causes import known_mistakes
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
@@ -26,8 +26,8 @@ from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
 from harness.results.check import DetectionPower, KnownMistake
 
-_NO_EFFECT = 1e-3
-"""Share of the bound below which a mistake changes nothing: what is left is the rounding of float64."""
+_NO_EFFECT = 1e-4
+"""Share of the bound below which a mistake changes nothing: what is left is the rounding of the truth."""
 _ENOUGH = 8
 """Known mistakes of an operation, from which on HF's code is not changed for more."""
 
@@ -64,6 +64,8 @@ def power_of(
         tried=tuple(sorted(tried, key=order.__getitem__)),
         not_tried=tuple(op.tap for op in operations if op.tap not in tried),
         not_covered=_without_sound_rows(comparison, hf),
+        bit_for_bit=_sites_of(hf, [tap for tap in comparison.errors if _is_bit_for_bit(comparison, hf, tap)]),
+        smallest_change=max((_largest_unseen(comparison.sound[tap]) for tap in tried), default=None),
         failures=tuple(failures),
     )
 
@@ -79,9 +81,24 @@ def _in_turns(comparison: Comparison, hf: HFModel) -> list[Operation]:
 
 
 def _without_sound_rows(comparison: Comparison, hf: HFModel) -> tuple[str, ...]:
-    """Return the sites of which no mistake was tried: caches, states, and what was judged only through others."""
-    covered = {hf.graph[tap].site for tap in comparison.sound}
-    return tuple(dict.fromkeys(op.site for op in hf.graph if op.site not in covered))
+    """Return the sites of which no mistake was tried: states, and what was judged only through others."""
+    covered = {op.site for op in hf.graph if op.tap in comparison.sound or _is_bit_for_bit(comparison, hf, op.tap)}
+    return _sites_of(hf, [op.tap for op in hf.graph if op.site not in covered])
+
+
+def _is_bit_for_bit(comparison: Comparison, hf: HFModel, tap: str) -> bool:
+    """Whether a tap is a cache, and any bit that differs from what was written is out of bounds."""
+    errors = comparison.errors.get(tap)
+    return errors is not None and hf.graph[tap].kind is Kind.CACHE and not bool(errors.bound.any())
+
+
+def _sites_of(hf: HFModel, taps: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(hf.graph[tap].site for tap in taps))
+
+
+def _largest_unseen(sound: Evidence) -> float:
+    """Return the largest relative error of a row that is within its bound; 0 for choices, which have no unit."""
+    return 0.0 if sound.operation.kind is Kind.CHOICE else float(sound.bound.max()) * rounding_unit(sound.dtype)
 
 
 def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]:
@@ -91,7 +108,7 @@ def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]
     """
     ways = dict[tuple[str, bool], list[tuple[float, str]]]()
     for hypothesis in mistakes_in(sound, failures):
-        share = _bound_share(sound, hypothesis.output)
+        share = _bound_share(sound, hypothesis)
         ways.setdefault((hypothesis.cause, share < _NO_EFFECT), []).append((share, hypothesis.detail))
     for (cause, has_no_effect), made in ways.items():
         share, detail = made[0] if has_no_effect else min(made)
@@ -122,14 +139,14 @@ def mistakes_in(sound: WrongOperation, failures: list[str]) -> Iterator[Hypothes
 
 def _is_a_mistake(hypothesis: Hypothesis) -> bool:
     """Whether a hypothesis says in full what was done: nothing in it was fitted to the rows."""
-    is_exact = hypothesis.is_cause and not hypothesis.num_fitted and hypothesis.unknown is None
-    return is_exact and not hypothesis.is_vague and not hypothesis.is_fallback
+    return hypothesis.is_cause and not hypothesis.num_fitted and not hypothesis.is_vague and not hypothesis.is_fallback
 
 
-def _bound_share(sound: WrongOperation, output: torch.Tensor) -> float:
-    """Return the largest error of a row under a mistake, as a share of the bound of the row."""
+def _bound_share(sound: WrongOperation, mistake: Hypothesis) -> float:
+    """Return the largest error of a row that is known under a mistake, as a share of the bound of the row."""
     norm = sound.expected.norm(dim=1)
-    error = (output - sound.expected).norm(dim=1)
+    error = (mistake.output - sound.expected).norm(dim=1)
+    error = error if mistake.unknown is None else error.masked_fill(mistake.unknown, 0.0)
     relative = torch.where(error == 0, 0.0, error / norm) / rounding_unit(sound.dtype)
     share = relative.nan_to_num(nan=torch.inf) / sound.bound.clamp(min=torch.finfo(torch.float64).tiny)
     return float(torch.where(relative == 0, 0.0, share).max())
@@ -138,7 +155,7 @@ def _bound_share(sound: WrongOperation, output: torch.Tensor) -> float:
 def _needs(share: float, dtype: torch.dtype) -> str:
     """Return what would bring a mistake into sight."""
     if share < _NO_EFFECT:
-        return "other prompts or weights"
+        return "other prompts, weights or schedules"
     finer = rounding_unit(dtype) / rounding_unit(torch.float32)
     if share * finer > 1:
         return "float32"

@@ -231,6 +231,10 @@ def power_sentence(power: DetectionPower) -> str:
     parts = [f"{total} in {count(len(power.tried), 'operation')} would have been seen"]
     for needs, mistakes in _by_need(power):
         parts.append(f"{len(mistakes):,} need {needs} ({_examples(mistakes)})")
+    if power.smallest_change:
+        parts.append(f"any change of a row by {number(100 * power.smallest_change)} % would have been seen")
+    if power.bit_for_bit:
+        parts.append(f"any bit of what was read back of {_names(power.bit_for_bit)}")
     if power.not_tried:
         parts.append(f"for {count(len(power.not_tried), 'operation')} there was no time")
     if power.not_covered:
@@ -365,6 +369,8 @@ def _extent(extent: Extent) -> Iterator[str]:
     """Yield how many requests, positions and token ids were reached."""
     if extent.requests_at_once:
         yield f"{count(extent.requests_at_once, 'request')} in a step"
+    if extent.chunks:
+        yield f"chunks of {_names([f'{size:,}' for size in sorted(extent.chunks)])} tokens"
     for number_of, whole, what in (
         (extent.positions, extent.all_positions, "position"),
         (extent.token_ids, extent.all_token_ids, "token id"),

@@ -261,12 +261,13 @@ def another_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """It reads *tap* instead of *tap*."""
     if wrong.operation.kind not in _ROW_WISE or not wrong.can_replay:
         return
+    read = name_near(wrong, wrong.graph[wrong.operation.inputs[0]])
     for name, tensor in other_taps(wrong, wrong.inputs[0].flatten(1).shape):
-        if name == _input_site(wrong):
+        if name == read:
             continue
         output = wrong.replay([tensor], wrong.positions)
         if output is not None:
-            yield Hypothesis(cause=f"it reads {name} instead of {_input_site(wrong)}", output=output)
+            yield Hypothesis(cause=f"it reads {name} instead of {read}", output=output)
 
 
 def another_output(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -293,7 +294,7 @@ def other_taps(wrong: WrongOperation, shape: torch.Size) -> Iterator[tuple[str, 
         if _is_near(wrong, operation):
             tensor = wrong.tap(operation.tap)
             if tensor is not None and tensor.shape == shape:
-                yield operation.site if operation.layer == wrong.operation.layer else operation.tap, tensor
+                yield name_near(wrong, operation), tensor
 
 
 def _is_near(wrong: WrongOperation, operation: Operation) -> bool:
@@ -305,8 +306,9 @@ def _is_near(wrong: WrongOperation, operation: Operation) -> bool:
     return wrong.operation.layer - 1 <= operation.layer <= wrong.operation.layer
 
 
-def _input_site(wrong: WrongOperation) -> str:
-    return wrong.graph[wrong.operation.inputs[0]].site
+def name_near(wrong: WrongOperation, operation: Operation) -> str:
+    """Return the name of another operation in a cause: its tap, or its site if it is of the same layer."""
+    return operation.site if operation.layer == wrong.operation.layer else operation.tap
 
 
 def rounded_output(wrong: WrongOperation) -> Iterator[Hypothesis]:

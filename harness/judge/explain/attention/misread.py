@@ -32,8 +32,8 @@ _LEAST_WEIGHT = 1e-3
 _MOST_ROWS, _AS_GOOD = 0.9, 1.5
 """Share of the rows by whose error runs are compared, and how much more of it a rounder run may leave."""
 _MOVES = ((False, False), (False, True), (True, True), (True, False))
-_LARGEST_PAGE = 64
-"""Up to which one slot of every page is looked for."""
+_PAGE, _LARGEST_PAGE = 16, 64
+"""Slots of a page where the engine does not say; slots up to which one slot of every page is looked for."""
 _MOST_OF_ROW, _ROUNDINGS = 0.75, 8
 """Share of the columns that are wrong from which on the whole row is; error from which on a column is, in roundings."""
 _PARTS = {"": (True, True), "the keys of ": (True, False), "the values of ": (False, True)}
@@ -118,6 +118,9 @@ def other_rows(wrong: WrongOperation) -> Iterator[Hypothesis]:
     contents = contents_of(wrong)
     if KEY not in contents.tensors or VALUE not in contents.tensors or not wrong.views:
         return
+    if not wrong.can_be_fitted:
+        yield from _examples(wrong, contents)
+        return
     columns, where = _wrong_part(wrong)
     output, runs = wrong.expected.clone(), list[tuple[AttentionContext, _Run]]()
     for view in wrong.views:
@@ -141,6 +144,31 @@ def other_rows(wrong: WrongOperation) -> Iterator[Hypothesis]:
         is_cause=is_one,
         provenance=lambda: provenance_of(wrong, step, request, run.start, _content(run, view)),
     )
+
+
+def _examples(wrong: WrongOperation, contents: ContentIndex) -> Iterator[Hypothesis]:
+    """Yield what runs at a few places make of the last row of a request, where nothing can be fitted to the rows."""
+    view, size = wrong.views[0], wrong.slot_history.block_size or _PAGE
+    row, rows = view.select(torch.tensor([len(view.rows) - 1])), view.rows
+    step, request, at = (int(item[-1]) for item in (rows.step, rows.request, rows.position))
+    first = int(row.visible()[0].int().argmax())
+    middle = (first + at + 1) // 2
+    begin = middle // size * size
+    block = (begin, begin + size, -begin or size)
+    places = [(first, first + 1, 1), (middle, middle + 1, -1), (middle, middle + 1, 1), (at, at + 1, -1)]
+    for source in _sources(view, contents):
+        if source.request is None:
+            ways = [(start, stop, 0) for start, stop, _ in places]
+        elif source.request == request:
+            ways = [*places, block, (first, at + 1, -1), (first, at + 1, 1)]
+        else:
+            last = source.first + len(source.step) - 1
+            ways = [(first, at + 1, 0), (at, at + 1, min(last - at, 0)), (begin, begin + size, 0)]
+        for start, stop, shift in ways:
+            run, output = _Run(source, "", shift, start, stop, at), wrong.expected.clone()
+            output[len(rows) - 1] = _read_row(row, run)[0]
+            detail = _detail(wrong, run, request, step)
+            yield Hypothesis(cause=_cause(run, request, size), output=output, detail=detail)
 
 
 def _wrong_part(wrong: WrongOperation) -> tuple[torch.Tensor, list[str]]:

@@ -129,6 +129,8 @@ def coarse_cache(wrong: WrongOperation) -> Iterator[Hypothesis]:
     Causes: the KV cache is in a lower dtype: *dtype*.
     """
     for dtype in _COARSE_DTYPES:
+        if dtype == wrong.dtype:
+            continue
         name = str(dtype).removeprefix("torch.")
 
         def rounded(x: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:

@@ -60,6 +60,8 @@ def wrong_scale(wrong: WrongOperation) -> Iterator[Hypothesis]:
             **{f"that of a head size padded to {size}": size**-0.5 for size in _PADDED_HEADS if size > head_dim},
         }
     for name, scale in known.items():
+        if math.isclose(scale, right):
+            continue
         output = wrong.over_views(lambda context, scale=scale: context.attend(scale=scale))  # type: ignore[misc]
         yield Hypothesis(cause=f"the softmax scale is {name}: {scale:.4g} instead of {right:.4g}", output=output)
     fitted = _fitted_scale(wrong)

@@ -30,6 +30,11 @@ _Held = Mapping[str, torch.Tensor]
 
 def changes_of_parameters(wrong: WrongOperation, paths: list[str]) -> Iterator[ModelChange]:
     """Yield the changes of what the modules around an operation hold, the innermost first."""
+    path = paths[0]
+    if not isinstance(wrong.hf.module(path), nn.Linear):
+        what = "the norm is skipped" if "norm" in path.rpartition(".")[2] else f"{path} is skipped: it gives its input"
+        skip = partial(_changed, wrong.hf.module(path), "forward", lambda x, *_args, **_kwargs: x)
+        yield ModelChange(module=path, rank=LIKELY, make=skip, tell=partial(_told, what))
     for path in paths:
         module = wrong.hf.module(path)
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
@@ -37,11 +42,6 @@ def changes_of_parameters(wrong: WrongOperation, paths: list[str]) -> Iterator[M
         for name, parameter in held.items():
             yield from _of_parameter(wrong, path, name, parameter)
         yield from _of_others(wrong, path, held)
-    path = paths[0]
-    if not isinstance(wrong.hf.module(path), nn.Linear):
-        what = "the norm is skipped" if "norm" in path.rpartition(".")[2] else f"{path} is skipped: it gives its input"
-        skip = partial(_changed, wrong.hf.module(path), "forward", lambda x, *_args, **_kwargs: x)
-        yield ModelChange(module=path, rank=LIKELY, make=skip, tell=partial(_told, what))
 
 
 def _changed(holder: Any, name: str, value: Any, _factor: float) -> AbstractContextManager[None]:

@@ -34,7 +34,7 @@ _FEW = (7, 11, 13, 17)
 """Numbers of rows that are tried first: one of them is no other size of a tensor."""
 _SOME, _ALL = 0.5, 0.85
 """Shares of rows that come out as recorded: for a change to be told, and for less likely ones to be left out."""
-_MOST_MISTAKES = 16
+_MOST_MISTAKES = 32
 """Changes that are tried of one sound operation."""
 _FALL, _ALLOWANCE = 0.5, 2.0
 """What a row's error must fall to, in shares of it and of its bound: as in the trial."""
@@ -87,8 +87,12 @@ def likely_mistakes(wrong: WrongOperation, *, of_code: bool) -> Iterator[Hypothe
     trials, seen, num_tried = _Trials.of(wrong), set[int](), 0
     if trials is None:
         return
+    operations = list(wrong.graph)
+    later = operations[operations.index(wrong.operation) + 1 :]
+    is_read_by_it = any(op.module == wrong.operation.module for op in later)  # as a sum is by the norm after it
     changes = [(change, False) for change in (changes_of_code(wrong, trials.lines) if of_code else ())]
-    changes += [(change, True) for change in changes_of_parameters(wrong, modules_around(wrong)[:1])]
+    if not is_read_by_it:
+        changes += [(change, True) for change in changes_of_parameters(wrong, modules_around(wrong)[:1])]
     for change, is_of_parameter in sorted(changes, key=lambda item: item[0].rank):
         if change.is_fitted or change.is_vague:
             continue

@@ -13,7 +13,7 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.any_kind.generic import other_taps
+from harness.judge.explain.any_kind.generic import name_near, other_taps
 from harness.judge.explain.core.rerun import replay
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
@@ -32,6 +32,7 @@ def other_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if wrong.operation.kind not in (Kind.NORM, Kind.LINEAR) or not wrong.can_replay:
         return
     read = wrong.graph[wrong.operation.inputs[0]]
+    read_name = name_near(wrong, read)
     tensors = dict(_inputs(wrong, read))
     few = torch.arange(min(_PROBED_ROWS, len(wrong.rows)))
     errors = {}
@@ -42,27 +43,32 @@ def other_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
     for name in sorted(errors, key=errors.__getitem__)[:_KEPT]:
         output = replay(wrong.hf, wrong.operation, [tensors[name]])
         if output is not None:
-            yield Hypothesis(cause=f"it reads {name} instead of {read.site}", output=output)
+            yield Hypothesis(cause=f"it reads {name} instead of {read_name}", output=output)
 
 
 def _inputs(wrong: WrongOperation, read: Operation) -> Iterator[tuple[str, torch.Tensor]]:
-    read_rows = wrong.inputs[0].flatten(1)
+    read_name, read_rows = name_near(wrong, read), wrong.inputs[0].flatten(1)
     near = {name: x for name, x in _near(wrong).items() if x.shape == read_rows.shape}
-    near = dict(list(near.items())[:_MAX_TENSORS]) | {read.site: read_rows}
+    near = dict(list(near.items())[:_MAX_TENSORS]) | {read_name: read_rows}
     sums = {f"{one} + {second}": near[one] + near[second] for one, second in combinations(near, 2)}
-    sums = {name: x for name, x in sums.items() if not _is_one_of(x, near, _ROUNDINGS * rounding_unit(wrong.dtype))}
+    allowance = _ROUNDINGS * rounding_unit(wrong.dtype)
+    sums = {name: x for name, x in sums.items() if not _is_one_of(x, near, allowance)}
     yield from sums.items()
     layer = wrong.graph.of_layer(wrong.operation.layer)
     norms = [op for op in layer if op.kind is Kind.NORM and op.tap != wrong.operation.tap]
     for norm in norms:
-        for name, x in (near | sums if norm.tap == read.tap else {read.site: read_rows}).items():
+        for name, x in (near | sums if norm.tap == read.tap else {read_name: read_rows}).items():
             made = replay(wrong.hf, norm, [x])
-            if made is not None and made.shape == read_rows.shape:
+            if (
+                made is not None
+                and made.shape == read_rows.shape
+                and not _is_one_of(made, {read_name: read_rows}, allowance)
+            ):
                 yield f"{norm.site} of {name}", made
 
 
 def _is_one_of(x: torch.Tensor, tensors: Mapping[str, torch.Tensor], allowance: float) -> bool:
-    """Whether a sum is a tensor that the layer computes, which has a name that says more."""
+    """Whether what is made is a tensor that the layer computes, which has a name that says more."""
     return any(float((x - tensor).norm()) <= allowance * float(tensor.norm()) for tensor in tensors.values())
 
 

@@ -25,6 +25,9 @@ _AXES = ("time", "height", "width")
 def other_positions(wrong: WrongOperation, right: Rotation) -> Causes:
     """Each row is rotated for the position that fits it best; what those positions have in common is the cause."""
     if not wrong.can_be_fitted:
+        for cause, positions in _known_positions(wrong).items():
+            is_right = torch.equal(positions, wrong.positions)
+            yield Hypothesis(cause=cause, output=wrong.expected if is_right else right.turn(wrong.inputs[0], positions))
         return
     # As far as positions get that run on through the largest step, or one too far.
     highest = int(wrong.positions.max()) + 2 + max(len(step.position) for step in wrong.recording.steps)
@@ -54,13 +57,26 @@ def _best_positions(wrong: WrongOperation, right: Rotation, highest: int) -> tor
 
 def _named_positions(wrong: WrongOperation, best: torch.Tensor) -> str | None:
     """Say what the positions that were used have in common."""
-    expected, of = wrong.positions, places_in_step(wrong)
-    offsets = (best - expected).unique().tolist()
+    expected = wrong.positions
     if (behind := _behind_given_up(wrong, best)) is not None:
         return behind
-    if offsets in ([1], [-1]):
-        return f"rotary at a position off by one ({offsets[0]:+d})"
-    known = {
+    for name, positions in _known_positions(wrong).items():
+        if torch.equal(best, positions):
+            return name
+    if (bounded := _bounded(expected, best)) is not None:
+        return bounded
+    offsets = (best - expected).unique().tolist()
+    if len(offsets) == 1:
+        return f"rotary at a position off by {offsets[0]:+d}"
+    return _offsets_by_request(wrong, best - expected)
+
+
+def _known_positions(wrong: WrongOperation) -> dict[str, torch.Tensor]:
+    """Return the positions [R] of every row under the mistakes that engines are known to make."""
+    expected, of = wrong.positions, places_in_step(wrong)
+    return {
+        "rotary at a position off by one (+1)": expected + 1,
+        "rotary at a position off by one (-1)": expected - 1,
         "positions restart at 0 in every step: the chunk's offset is forgotten": of["chunk"],
         "positions restart at 1 in every step: the chunk's offset is forgotten": of["chunk"] + 1,
         "rotary at the position of the first row of its step": expected - of["chunk"],
@@ -69,14 +85,6 @@ def _named_positions(wrong: WrongOperation, best: torch.Tensor) -> str | None:
         "rotary at position 0 for every row": torch.zeros_like(expected),
         "the rows of other requests before it in the step are added to the position": expected + of["others"],
     }
-    for name, positions in known.items():
-        if torch.equal(best, positions):
-            return name
-    if (bounded := _bounded(expected, best)) is not None:
-        return bounded
-    if len(offsets) == 1:
-        return f"rotary at a position off by {offsets[0]:+d}"
-    return _offsets_by_request(wrong, best - expected)
 
 
 def _behind_given_up(wrong: WrongOperation, best: torch.Tensor) -> str | None:

@@ -1,6 +1,7 @@
 """The power of a pass: a mistake that sound rows say would be seen is seen when it is planted, and no other is."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from harness.report.check.sentences import power_sentence
 from harness.results.check import Outcome
 
 PROMPTS = [[5, 17, 99, 23, 64, 8, 41], [30, 31, 90, 12, 7, 55, 81, 120, 3, 77, 45, 9, 66]]
+ELSEWHERE = "other prompts, weights or schedules"
 BESIDE = 0.7, 1.4
 """Shares of the bound between which rounding decides whether a mistake is seen."""
 
@@ -41,7 +43,7 @@ def model_of(dtype, *, weights):
 def sound(tmp_path, monkeypatch):
     """Check a sound module, and return its report with what the power is computed from."""
 
-    def run(dtype=torch.float32, weights=0.2):
+    def run(dtype=torch.float32, weights=0.2, prompts=PROMPTS):
         kept = []
 
         def keep(*args, **options):
@@ -51,7 +53,7 @@ def sound(tmp_path, monkeypatch):
         monkeypatch.setattr(check, "power_of", keep)
         model = model_of(dtype, weights=weights)
         model.save_pretrained(tmp_path)
-        report = harness.check(model, model=tmp_path, prompts=PROMPTS, max_new_tokens=2, schedules=["plain"])
+        report = harness.check(model, model=tmp_path, prompts=prompts, max_new_tokens=2, schedules=["plain"])
         return report, kept[0]
 
     return run
@@ -103,7 +105,7 @@ def test_a_weight_of_ones_hides_what_is_done_with_it(sound):
         mistakes = [item for item in mistakes if "norm" in item.tap]
         assert len(mistakes) == 2 * sum("norm" in tap for tap in report.power.tried) >= 10
         assert {item.is_seen for item in mistakes} == {is_seen}
-        assert {item.needs for item in mistakes} == ({None} if is_seen else {"other prompts or weights"})
+        assert {item.needs for item in mistakes} == ({None} if is_seen else {ELSEWHERE})
 
 
 def test_bfloat16_hides_what_float32_shows(sound):
@@ -131,15 +133,46 @@ def test_pieces_longer_than_every_request_are_mistakes_that_the_run_does_not_sho
     shown = {item.mistake: item for item in report.power.mistakes if item.mistake.startswith("split KV")}
     for cause in ("split KV: the pieces are averaged", "split KV: natural log-sum-exp is merged in base 2"):
         assert shown[cause].is_seen
-        assert shown[f"{cause} (pieces of {longest} tokens)"].needs == "other prompts or weights"
+        assert shown[f"{cause} (pieces of {longest} tokens)"].needs == ELSEWHERE
+
+
+def test_slots_of_other_positions_and_requests_are_tried(sound):
+    block, foreign = (
+        "reads one block of its history from a wrong place",
+        "reads its history from slots that another request",
+    )
+    newest = "reads the newest token as zeros: not written, or from a slot nobody wrote"
+    for prompts, is_seen in ((PROMPTS, {newest, block, f"{foreign} wrote"}), (PROMPTS[:1], {newest})):
+        report, _ = sound(prompts=prompts)
+        tried = {item.mistake: item for item in report.power.mistakes if item.tap.endswith("attention")}
+        assert is_seen == {
+            name for name in (newest, block, f"{foreign} wrote") if name in tried and tried[name].is_seen
+        }
+    assert tried[block].needs == ELSEWHERE  # a request of one block
+
+
+def test_positions_that_the_schedule_hides_are_said(sound):
+    report, _ = sound()
+    shown = {item.mistake: item for item in report.power.mistakes if item.tap == "model.layers.0.q_rope"}
+    assert shown["rotary at a position off by one (+1)"].is_seen
+    assert shown["the rows of other requests before it in the step are added to the position"].needs == ELSEWHERE
+
+
+def test_caches_are_compared_bit_for_bit_and_the_smallest_change_is_said(sound):
+    for dtype, least, most in ((torch.float32, 1e-7, 1e-4), (torch.bfloat16, 1e-3, 0.1)):
+        report, _ = sound(dtype)
+        assert report.power.bit_for_bit == ("k_cache", "v_cache")
+        assert not report.power.not_covered
+        assert least < report.power.smallest_change < most
+        assert "any bit of what was read back of k_cache, v_cache" in power_sentence(report.power)
 
 
 def test_where_no_mistake_is_tried_is_said(sound):
-    report, (comparison, *_rest) = sound()
-    tried, rest = {name.split("layers.0.")[-1] for name in comparison.sound}, report.power.not_covered
-    assert {"k_cache", "v_cache"} <= set(rest)
-    assert tried.isdisjoint(rest)
-    assert f"no mistake was tried in {rest[0]}" in power_sentence(report.power)
+    _, (comparison, *rest) = sound()
+    without = {tap: rows for tap, rows in comparison.sound.items() if "mlp" not in tap}
+    result = power.power_of(replace(comparison, sound=without), *rest)
+    assert result.not_covered == ("mlp.gate_proj", "mlp.up_proj", "mlp.act", "mlp.down_proj")
+    assert "no mistake was tried in mlp.gate_proj" in power_sentence(result)
 
 
 def test_no_time_leaves_operations_out_and_says_so(sound):
