@@ -14,6 +14,9 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+import torch
+
+from harness.base.metrics import rounding_unit
 from harness.errors import HarnessError
 from harness.extensions.faults.benchmark import sampled
 from harness.extensions.faults.catalogue import choose
@@ -24,7 +27,7 @@ from harness.extensions.faults.tools.check import check
 from harness.extensions.faults.zoo.quiet import quiet
 from harness.formats.taps import site_of
 from harness.judge.jobs import check as check_job
-from harness.results.check import CheckResult, KnownMistake, Outcome
+from harness.results.check import CheckResult, DetectionPower, KnownMistake, Outcome
 
 ENGINES = (EngineKind.REFERENCE, EngineKind.MODULE, EngineKind.STEP)
 SHORT = ((5, 17, 99, 23, 64), (30, 31, 90))
@@ -123,7 +126,7 @@ def _trial(fault: Fault, sound: CheckResult, result: CheckResult) -> Trial:
         setting=" ".join((setting.model, setting.dtype, setting.schedule, prompts)),
         is_seen=result.outcome is Outcome.MISMATCH,
         said=f"{first.tap if first else ''}: {cause}",
-        matches=[(item.tap, item.mistake, item.bound_share) for item in matches],
+        matches=[(item.tap, item.mistake, item.bound_share) for item in matches] or _of_any_change(sound.power, result),
         also=[*sorted(where), *(f"not reached: {what}" for what in coverage.not_reached)],
     )
 
@@ -135,6 +138,19 @@ def _matches(fault: Fault, mistakes: tuple[KnownMistake, ...], cause: str) -> li
         return named
     sites = {site_of(item.tap) for item in mistakes if fault.is_at(item.tap)}
     return [item for item in mistakes if site_of(item.tap) in sites and fault.is_cause(item.mistake)]
+
+
+def _of_any_change(power: DetectionPower, result: CheckResult) -> list[tuple[str, str, float]]:
+    """Return what is said of a change of any kind, where the first wrong operation has no mistake by name."""
+    first = result.runs[0].first_divergence
+    if first is None:
+        return []
+    if site_of(first.tap) in power.bit_for_bit:
+        return [(first.tap, "any bit", float("inf"))]
+    if not power.smallest_change or first.local_roundings is None:
+        return []
+    change = first.local_roundings * rounding_unit(getattr(torch, result.dtype))
+    return [(first.tap, "any change of a row", change / power.smallest_change)]
 
 
 def _drawn(number: int, seed: int) -> Iterator[Fault]:
