@@ -1,7 +1,9 @@
 """Triggers: conditions that a workload must reach, so that a check of it covers them."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -10,6 +12,10 @@ from harness.formats.recording import Recording, Step
 from harness.judge.compare.align import Prefixes, is_readback
 from harness.oracle.model import HFModel
 from harness.results.check import Extent, Finding
+
+_LENGTH = re.compile(r"chunk_size|^block_size|(attention|local)_window|n_floor|floor_scale|index_topk$")
+"""Names in config.json of numbers of tokens, up to which a layer does not do all that it can."""
+_EXTENDED = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +31,8 @@ class Traits:
     num_positions: int | None = None
     """Positions that the model has at all; None where its configuration does not say."""
     vocab_size: int | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    """Other numbers of tokens from which on the model computes more or otherwise, by their names in config.json."""
 
     @classmethod
     def of(cls, hf: HFModel) -> "Traits":
@@ -32,15 +40,29 @@ class Traits:
         config = hf.config
         num_heads = getattr(config, "num_attention_heads", None) or 1
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        rope = getattr(config, "rope_parameters", None) or {}
-        original = getattr(config, "max_position_embeddings", None) if rope.get("rope_type") == "dynamic" else None
+        settings = dict(_settings(vars(config)))
+        original = getattr(config, "max_position_embeddings", None) if settings.get("rope_type") == "dynamic" else None
         return cls(
             num_groups=num_heads // num_kv_heads,
             window=min((op.window for op in hf.graph if op.window is not None), default=None),
-            original_positions=rope.get("original_max_position_embeddings", original),
+            original_positions=settings.get(_EXTENDED) or original,
             num_positions=getattr(config, "max_position_embeddings", None),
             vocab_size=getattr(config, "vocab_size", None),
+            lengths={
+                name: value
+                for name, value in settings.items()
+                if _LENGTH.search(name) and isinstance(value, int) and value > 1
+            },
         )
+
+
+def _settings(config: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of a configuration, those of rotary embeddings by type of layer among them."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value)
+        else:
+            yield str(name), value
 
 
 @dataclass(slots=True)
@@ -87,17 +109,25 @@ def unreached_triggers(recording: Recording, reached: Collection[str], traits: T
         "window_exceeded": traits is not None and traits.window is not None,
         "rope_extended": traits is not None and traits.original_positions is not None,
     }
-    return tuple(name for name in _MESSAGES if can_be_met.get(name) and name not in reached)
+    lengths, last = {} if traits is None else traits.lengths, _last_position(recording)
+    return (
+        *(name for name in _MESSAGES if can_be_met.get(name) and name not in reached),
+        *(f"more than {value:,} positions ({name})" for name, value in lengths.items() if last < value),
+    )
 
 
 def _of_model(recording: Recording, traits: Traits) -> set[str]:
-    last = max((int(step.position.max()) for step in recording.steps if len(step.position)), default=-1)
+    last = _last_position(recording)
     conditions = {
         "gqa": traits.num_groups > 1,
         "window_exceeded": traits.window is not None and last >= traits.window,
         "rope_extended": traits.original_positions is not None and last >= traits.original_positions,
     }
     return {name for name, holds in conditions.items() if holds and last >= 0}
+
+
+def _last_position(recording: Recording) -> int:
+    return max((int(step.position.max()) for step in recording.steps if len(step.position)), default=-1)
 
 
 def not_reached(name: str) -> Finding:
@@ -192,16 +222,21 @@ def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length:
 def extent(recording: Recording, traits: Traits | None) -> Extent:
     """Return how many requests, positions and token ids the workload had, and how many the model has."""
     steps = [step for step in recording.steps if not is_readback(step) and len(step.position)]
+    prompt_lengths = {request.id: request.prompt_length for request in recording.manifest.requests}
     requests = {request.id: request.token_ids for request in recording.manifest.requests}
-    last: dict[int, int] = {}
+    last, chunks = dict[int, int](), set[int]()
     for step in steps:
         for request in step.request.unique().tolist():
-            last[request] = max(last.get(request, -1), int(step.position[step.request == request].max()))
+            positions = step.position[step.request == request]
+            last[request] = max(last.get(request, -1), int(positions.max()))
+            if int(positions.max()) < prompt_lengths[request] - 1:
+                chunks.add(len(positions))
     ids = {token for request, position in last.items() for token in requests[request][: position + 1]}
     return Extent(
         requests_at_once=max((len(step.request.unique()) for step in steps), default=0),
         positions=max(last.values(), default=-1) + 1,
         token_ids=len(ids),
+        chunks=tuple(sorted(chunks)),
         all_positions=None if traits is None else traits.num_positions,
         all_token_ids=None if traits is None else traits.vocab_size,
     )

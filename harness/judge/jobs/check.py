@@ -128,7 +128,7 @@ def _check_engine(
             *adapter_notes(hf),
             *engine.capabilities.notes,
             *_what_was_judged(plan, runs, golden, hf.graph),
-            *_what_was_not_run(plan, not_run),
+            *_what_was_not_run(plan, not_run, engine.capabilities.schedules),
             *_where_the_culprit_is(out),
         ),
         schedules_not_run=not_run,
@@ -311,7 +311,10 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
         yield f"{code}: no tap was recorded, so not one operation was judged; --taps tokens compares the tokens alone"
 
 
-def _what_was_not_run(plan: Plan, schedules: Sequence[str]) -> Iterator[str]:
+def _what_was_not_run(plan: Plan, schedules: Sequence[str], offered: Sequence[str]) -> Iterator[str]:
+    unasked = [name for name in offered if name not in {schedule.name for schedule in plan.schedules}]
+    if unasked:
+        yield f"schedules that the engine offers and that were not asked for: {', '.join(unasked)}"
     if schedules:
         yield (
             f"{Code.NOTHING_CHECKED}: the budget of {plan.case.budget_s:g} s was used up: not judged under "

@@ -66,6 +66,42 @@ def test_what_was_not_reached_is_what_this_model_and_engine_can_meet():
     assert set(unreached_triggers(with_blocks, (), PLAIN)) == of_any_engine | {"new_block", "block_boundary"}
 
 
+def test_lengths_of_the_configuration_that_no_request_exceeds():
+    traits = replace(PLAIN, lengths={"chunk_size": 4, "index_topk": 2048})
+    first, second = "more than 4 positions (chunk_size)", "more than 2,048 positions (index_topk)"
+    assert {first, second} <= set(unreached_triggers(recording(step(0, [0] * 4, range(4))), (), traits))
+    longer = set(unreached_triggers(recording(step(0, [0] * 5, range(5))), (), traits))
+    assert second in longer
+    assert first not in longer
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths", "original"),
+    [
+        (
+            {"attention_chunk_size": 8192, "floor_scale": 16, "hidden_size": 64},
+            {"attention_chunk_size", "floor_scale"},
+            None,
+        ),
+        ({"mamba_chunk_size": 256, "chunk_size_feed_forward": 0}, {"mamba_chunk_size"}, None),
+        ({"rope_parameters": {"full_attention": {"original_max_position_embeddings": 4096}}}, set(), 4096),
+        ({"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 64}, set(), 64),
+        ({"vision_config": SimpleNamespace(chunk_size=8)}, set(), None),
+    ],
+)
+def test_lengths_are_read_from_the_configuration(settings, lengths, original):
+    config = SimpleNamespace(**settings)
+    traits = Traits.of(SimpleNamespace(config=config, graph=()))
+    assert traits.lengths.keys() == lengths
+    assert traits.original_positions == original
+
+
+def test_sizes_of_chunks_are_kept():
+    chunked = [step(0, [0] * 3, range(3)), step(1, [0], [3]), step(2, [1] * 2, range(2)), step(3, [1] * 2, [2, 3])]
+    assert extent(recording(*chunked), PLAIN).chunks == (2, 3)
+    assert extent(recording(step(0, [0] * 4, range(4))), PLAIN).chunks == ()
+
+
 def test_a_ragged_batch_holds_requests_of_different_lengths():
     assert "ragged_batch" in reached_triggers(recording(step(0, [0, 1], [3, 2])))
     even = reached_triggers(recording(step(0, [0, 1], [3, 3])))
