@@ -9,6 +9,7 @@ import torch
 from harness.extensions.faults.catalogue import entry_of
 from harness.extensions.faults.drawn.draw import KINDS, _place, draw, pattern_of
 from harness.extensions.faults.fault import Fault, Variant
+from harness.extensions.faults.modules.changes import cache
 from harness.extensions.faults.power import (
     DTYPES,
     QUANTITIES,
@@ -77,11 +78,22 @@ def test_an_engine_that_raises_is_thrown_out(faults):
     assert _place(replace(faults[3], inject=needs_a_cache)) is None
 
 
+@pytest.mark.parametrize(("family", "layer"), [("jamba", 1), ("llama", 0)])
+def test_a_slip_of_the_cache_may_be_found_in_the_first_layer_that_has_one(faults, family, layer):
+    keys_doubled = cache(
+        update=lambda inner, k, v, *rest, **named: inner(2 * k * (k.shape[2] == 1) + k, v, *rest, **named)
+    )
+    place = _place(replace(faults[3], inject=keys_doubled, setting=replace(faults[3].setting, model=family)))
+    assert re.search(place, f"model.layers.{layer}.k_cache")
+    assert not re.search(place, "model.layers.2.k_cache")
+
+
 @pytest.mark.parametrize(
     ("path", "inside", "outside"),
     [
         ("model.layers.0.self_attn", "model.layers.0.attention", "model.layers.1.attention"),
         ("model.layers.0.mlp.act_fn", "model.layers.0.mlp", "model.layers.0.output"),
+        ("model.layers.0.activation_fn", "model.layers.0.act", "model.layers.0.output"),
         ("model.rotary_emb", "model.layers.0.q_rope", "model.layers.0.attention"),
         ("model.layers.1", "model.layers.1.attn_residual", "model.layers.10.output"),
         ("", "lm_head", "model.norm"),

@@ -40,8 +40,8 @@ STATEFUL = ("mamba2", "qwen3_next", "jamba", "falcon_h1")
 ROUNDING = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Relative L2 distance of a row that rounding may make of two sound forwards."""
 _HEAD = r"^(lm_head|embed_out|logits)$"
-_CACHED = r"\.0\..*(cache|[qk]_rope|key|value|attention|attn|context|dense|proj)"
-"""The operations of the first layer around its cache: of what a forward without a cache does not show."""
+_CACHED = r"\.(0|{})\..*(cache|[qk]_rope|key|value|attention|attn|context|dense|proj)"
+"""The operations around the first cache: of what a forward without a cache does not show."""
 _ANYTHING = ".*"
 _ATTEMPTS = 40
 
@@ -84,20 +84,22 @@ def _place(fault: Fault) -> str | None:
     sound = build(fault.setting.model, seed=7)
     faulty = copy.deepcopy(sound)
     try:
-        fault.inject(faulty)
-        if _largest_change(sound, faulty, fault.setting.dtype) <= ROUNDING[fault.setting.dtype]:
+        if _largest_change(sound, fault) <= ROUNDING[fault.setting.dtype]:
             return None
+        fault.inject(faulty)
         ids = torch.tensor([module_prompts(0)[0]])
         first = first_difference(trace(sound, ids), trace(faulty, ids))
     except Exception:  # an engine that raises is no silent fault
         return None
-    return _CACHED if first is None else pattern_of(first.path)
+    return _CACHED.format(_first_layer_with_keys(sound, ids)) if first is None else pattern_of(first.path)
 
 
 def pattern_of(path: str) -> str:
     """Return the pattern of the operations of a module: itself and what is in it; of attention its layer's taps."""
     path = path.removesuffix(".act_fn")
     parent, _, last = path.rpartition(".")
+    if last == "activation_fn":
+        return rf"^{re.escape(parent)}\.(act|{last})$"
     if not path:
         return _HEAD
     inside = rf"^{re.escape(path)}(\.|$)"
@@ -107,9 +109,10 @@ def pattern_of(path: str) -> str:
 
 
 @torch.no_grad()
-def _largest_change(sound: nn.Module, faulty: nn.Module, dtype: str) -> float:
+def _largest_change(sound: nn.Module, fault: Fault) -> float:
     """Return the largest relative difference of a row of the logits or caches, over a prefill and a few steps."""
-    models = [copy.deepcopy(model).to(getattr(torch, dtype)) for model in (sound, faulty)]
+    models = [copy.deepcopy(sound).to(getattr(torch, fault.setting.dtype)) for _ in range(2)]
+    fault.inject(models[1])  # a copy of a changed model would go on to call the model that it was copied from
     ids = torch.tensor([module_prompts(0)[0]])
     states: list[dict[str, Any]] = [{}, {}]
     largest = 0.0
@@ -120,6 +123,14 @@ def _largest_change(sound: nn.Module, faulty: nn.Module, dtype: str) -> float:
         ids = outputs[0].logits[:, -1:].argmax(-1)
     kept = [[x for x in _tensors(state) if x.is_floating_point()] for state in states]
     return max([largest, *(_distance(a, b) for a, b in zip(*kept, strict=True))])
+
+
+@torch.no_grad()
+def _first_layer_with_keys(model: nn.Module, ids: torch.Tensor) -> int:
+    caches = caches_of(model(input_ids=ids, use_cache=True)).values()
+    layers = (enumerate(getattr(cache, "layers", ())) for cache in caches)
+    keyed = (at for cache in layers for at, layer in cache if isinstance(getattr(layer, "keys", None), torch.Tensor))
+    return next(keyed, 0)
 
 
 def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:
