@@ -14,7 +14,7 @@ the two are near.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -66,10 +66,6 @@ class RowMetrics:
     def sqnr_db(self) -> torch.Tensor:
         """Signal to noise ratio in decibel; infinite where the rows are equal."""
         return -20 * torch.log10(self.relative_l2)
-
-    def select(self, rows: torch.Tensor) -> "RowMetrics":
-        """Return the metrics of some rows, where all elements of all rows are numbers."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     @staticmethod
     def concat(parts: Sequence["RowMetrics"]) -> "RowMetrics":

@@ -69,40 +69,6 @@ class Propagation:
     """Rows in which a router chose other indices than the golden's: later rows then differ by more than rounding."""
 
 
-@dataclass(slots=True)
-class KnownDistances:
-    """Distances to the sketches of one golden, of rows of several recordings: those with one number are equal."""
-
-    numbers: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
-    """By identity, of the recording that is compared now."""
-    _errors: dict[str, tuple[PropagatedErrors, dict[tuple[int, int], int]]] = field(default_factory=dict)
-    """By tap: distances, and the place among them of each number and row of the golden."""
-
-    def _keys(self, rows: Rows, places: torch.Tensor) -> list[tuple[int, int]]:
-        return list(zip(map(self.numbers.__getitem__, rows.identities()), places[:, 2].tolist(), strict=True))
-
-    def of(self, tap: str, rows: Rows, places: torch.Tensor) -> tuple[torch.Tensor, PropagatedErrors | None]:
-        """Return which of some rows have a distance that is known, [rows] bool, and these distances."""
-        keys = self._keys(rows, places)
-        errors, known = self._errors.get(tap, (None, {}))
-        is_known = torch.tensor([key in known for key in keys], dtype=torch.bool)
-        if errors is None or not bool(is_known.any()):
-            return is_known, None
-        at = torch.tensor([known[key] for key in keys if key in known])
-        return is_known, replace(
-            errors, rows=rows.select(is_known), metrics=errors.metrics.select(at), ratio=errors.ratio[at]
-        )
-
-    def add(self, tap: str, errors: PropagatedErrors, places: torch.Tensor) -> None:
-        """Note distances, unless an element is no number: these are counted and belong to no row."""
-        if errors.metrics.num_nan or errors.metrics.num_inf:
-            return
-        before, known = self._errors.get(tap, (None, {}))
-        begin = 0 if before is None else len(before.ratio)
-        known |= {key: at for at, key in enumerate(self._keys(errors.rows, places), start=begin)}
-        self._errors[tap] = (errors if before is None else PropagatedErrors.concat([before, errors])), known
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Noise:
     """Relative L2 errors of HF itself, by tap."""
@@ -136,7 +102,6 @@ def propagated_errors(
     usable: Collection[str],
     *,
     sketched: Collection[str] = (),
-    known: KnownDistances | None = None,
 ) -> Propagation:
     """Compare every usable tap that both recordings hold.
 
@@ -148,12 +113,11 @@ def propagated_errors(
         graph: of the model.
         usable: taps whose shape and dtype fit.
         sketched: taps of which `expected` holds sketches: their distances are estimated.
-        known: distances of rows of earlier recordings to the same sketches, which are not estimated again.
     """
     result, parts, logits = Propagation(), dict[str, list[PropagatedErrors]](), list[torch.Tensor]()
     other_choices: dict[str, list[Rows]] = {}
     choices = {tap for tap in usable if tap in graph and graph[tap].kind is Kind.CHOICE}
-    of_hf = _Noise(
+    known = _Noise(
         rows=noise,
         floors={tap: float(rows.nanmedian()) for tap, rows in noise.items() if len(rows)},
         unit=rounding_unit(engine_dtype(actual)),
@@ -163,30 +127,21 @@ def propagated_errors(
     for chunk in chunks(actual.steps):
         for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in usable):
             pair = located.pair([step for step in chunk if step.has(tap)], tap)
-            if pair is not None and known is not None and tap in sketched:
-                is_known, distances = known.of(tap, pair.rows, pair.places)
-                if distances is not None:
-                    parts.setdefault(tap, []).append(distances)
-                    pair = located.without(pair, is_known)
             if pair is None:
                 continue
-            rows, places, (ours, theirs) = pair.rows, pair.places, pair.values(tap)
+            rows, places, ours, theirs = pair
             if tap in choices:
                 is_other = (ours.sort(dim=-1).values != theirs.sort(dim=-1).values).any(dim=-1)
                 if bool(is_other.any()):
                     other_choices.setdefault(tap, []).append(rows.select(is_other))
                 continue
             metrics = (estimated_metrics if tap in sketched else row_metrics)(ours, theirs)
-            errors_here = PropagatedErrors(
-                rows=rows, metrics=metrics, ratio=of_hf.ratio(metrics.relative_l2, tap, places)
-            )
-            parts.setdefault(tap, []).append(errors_here)
-            if known is not None and tap in sketched:
-                known.add(tap, errors_here, places)
+            ratio = known.ratio(metrics.relative_l2, tap, places)
+            parts.setdefault(tap, []).append(PropagatedErrors(rows=rows, metrics=metrics, ratio=ratio))
             if tap == graph.logits:
                 logits.append(logit_metrics(ours, theirs))
     errors = {tap: PropagatedErrors.concat(chunk_errors) for tap, chunk_errors in parts.items()}
-    result.errors = _with_bounds(errors, of_hf.floors, graph)
+    result.errors = _with_bounds(errors, known.floors, graph)
     result.other_choices = {tap: Rows.concat(rows) for tap, rows in other_choices.items()}
     result.logits = _logit_result(logits)
     return result
@@ -230,57 +185,47 @@ def what_logits_show(noise: torch.Tensor, graph: Graph) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair:
-    """Where rows are in both recordings."""
-
-    rows: Rows
-    at: torch.Tensor
-    """[rows] place of each in its step."""
-    places: torch.Tensor
-    """What `Locator.find` returns."""
-    ours: Located
-    theirs: Located
-
-    def values(self, tap: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of a tap in both."""
-        return self.ours.rows(tap).flatten(1), self.theirs.rows(tap).flatten(1)
-
-
 @dataclass(slots=True)
 class _Located:
     """Where rows of some steps are in both recordings: the same for taps of the same rows."""
 
     actual: Recording
     expected: Locator
-    _pairs: dict[tuple[object, ...], _Pair | None] = field(default_factory=dict)
+    _known: dict[tuple[tuple[int, ...], str | None, tuple[str, ...]], "_Pair | None"] = field(default_factory=dict)
 
-    def pair(self, steps: Sequence[Step], tap: str) -> _Pair | None:
-        """Return where the rows of a tap in some steps are; rows that are not expected are left out."""
+    def pair(self, steps: Sequence[Step], tap: str) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Return the rows of a tap in some steps, and the expected rows; rows that are not expected are left out."""
         indices = tuple(step.index for step in steps)
         is_whole = all(step.is_whole(tap) for step in steps)
         key = (indices, None if is_whole else tap, self.expected.signature(tap))
-        if key not in self._pairs:
-            rows, at = rows_of_steps(steps, tap), places_in_steps(steps, tap)
-            self._pairs[key] = self._located(rows, at, self.expected.find(tap, rows))
-        return self._pairs[key]
+        if key not in self._known:
+            self._known[key] = self._located(steps, tap)
+        known = self._known[key]
+        if known is None:
+            return None
+        return known.rows, known.places, known.ours.rows(tap).flatten(1), known.theirs.rows(tap).flatten(1)
 
-    def without(self, pair: _Pair, is_left_out: torch.Tensor) -> _Pair | None:
-        """Return where the rows of a pair are, but for some: [rows] bool."""
-        key = (id(pair), is_left_out.numpy().tobytes())
-        if key not in self._pairs:
-            keep = ~is_left_out
-            self._pairs[key] = self._located(pair.rows.select(keep), pair.at[keep], pair.places[keep])
-        return self._pairs[key]
-
-    def _located(self, rows: Rows, at: torch.Tensor, places: torch.Tensor) -> _Pair | None:
+    def _located(self, steps: Sequence[Step], tap: str) -> "_Pair | None":
+        rows, at = rows_of_steps(steps, tap), places_in_steps(steps, tap)
+        places = self.expected.find(tap, rows)
         present = places[:, 0] >= 0
         if not bool(present.any()):
             return None
         rows, at, places = rows.select(present), at[present], places[present]
         ours = self.actual.located(rows.step, at)
         theirs = self.expected.recording.located(places[:, 0], places[:, 1])
-        return _Pair(rows=rows, at=at, places=places, ours=ours, theirs=theirs)
+        return _Pair(rows=rows, places=places, ours=ours, theirs=theirs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """Where rows are in both recordings."""
+
+    rows: Rows
+    places: torch.Tensor
+    """What `Locator.find` returns."""
+    ours: Located
+    theirs: Located
 
 
 def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:

@@ -14,7 +14,6 @@ import torch
 from harness.formats.recording import Recording
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch
-from harness.judge.compare.propagated import KnownDistances
 from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import RowSequence, sequences
 from harness.oracle.model import HFModel
@@ -33,12 +32,6 @@ class NumberedRows:
     """[rows] bool: judged in an earlier schedule."""
     unseen: Sequence[RowSequence]
     """The sequences with other rows, only these to be judged."""
-    seen: "SeenRows"
-
-    @property
-    def by_identity(self) -> dict[tuple[int, int, int], int]:
-        """The number of each row."""
-        return dict(zip(self.rows.identities(), self.numbers.tolist(), strict=True))
 
 
 @dataclass(slots=True)
@@ -51,8 +44,6 @@ class SeenRows:
     _sound: set[int] = field(default_factory=set)
     _errors: dict[str, tuple[LocalErrors, dict[int, int]]] = field(default_factory=dict)
     """By tap: errors, and the place of the row of each number among them."""
-    _distances: dict[str, KnownDistances] = field(default_factory=dict)
-    """By digest of the golden."""
 
     def number(self, recording: Recording, hf: HFModel, taps: Collection[str]) -> NumberedRows | None:
         """Give the rows of a recording their numbers.
@@ -82,14 +73,8 @@ class SeenRows:
             if not bool(is_seen[-1].all()):
                 unseen.append(replace(item, is_own=item.is_own & ~seen))
         return NumberedRows(
-            rows=Rows.concat(rows), numbers=torch.cat(numbers), is_seen=torch.cat(is_seen), unseen=unseen, seen=self
+            rows=Rows.concat(rows), numbers=torch.cat(numbers), is_seen=torch.cat(is_seen), unseen=unseen
         )
-
-    def distances(self, golden: Recording, numbered: NumberedRows) -> KnownDistances:
-        """Return the distances to a golden that are known, for the rows of a recording."""
-        known = self._distances.setdefault(golden.manifest_sha256, KnownDistances())
-        known.numbers = numbered.by_identity
-        return known
 
     def with_seen(self, errors: Mapping[str, LocalErrors], numbered: NumberedRows) -> dict[str, LocalErrors]:
         """Return the errors of all rows: those of seen rows are the ones that were measured before."""
@@ -107,7 +92,7 @@ class SeenRows:
 
     def remember(self, errors: Mapping[str, LocalErrors], numbered: NumberedRows) -> None:
         """Note the errors of the unseen rows of a schedule in which no operation was wrong."""
-        numbers = numbered.by_identity
+        numbers = dict(zip(numbered.rows.identities(), numbered.numbers.tolist(), strict=True))
         for tap, new in errors.items():
             known, places = self._errors.get(tap, (None, {}))
             begin = 0 if known is None else len(known.roundings)

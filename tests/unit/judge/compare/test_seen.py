@@ -3,13 +3,8 @@
 import pytest
 
 from harness.formats.taps import Kind
-from harness.judge.compare import local, propagated, seen
+from harness.judge.compare import local, seen
 from harness.judge.compare.seen import SeenRows
-from harness.oracle import sketch_rows as sketches
-from harness.oracle.make_golden import cached_golden
-from harness.oracle.requests import Prompt
-
-from .conftest import NUM_NEW
 
 TAP = "model.layers.1.mlp.down_proj"
 REQUEST, POSITION = 0, 5
@@ -93,32 +88,6 @@ def test_no_sequence_runs_again_whose_rows_were_all_seen(bench, judge, monkeypat
     known.num_judged_again = 2
     next(runs)
     assert requests == [[0, 1, 2], [REQUEST], [], [0, 2]]
-
-
-def test_distances_to_sketches_are_estimated_once(bench, judge, monkeypatch, tmp_path):
-    monkeypatch.setattr(sketches, "PROJECTIONS_A_ROW", 24)
-    monkeypatch.setattr(sketches, "_LEAST_WIDTH", 0)
-    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sketches, "_directions", sketches._directions.__wrapped__)
-    estimate, num = propagated.estimated_metrics, []
-    monkeypatch.setattr(
-        propagated, "estimated_metrics", lambda ours, theirs: (num.append(len(ours)), estimate(ours, theirs))[1]
-    )
-    prompts = [
-        Prompt(token_ids=tuple(request.token_ids[: request.prompt_length]), max_new_tokens=NUM_NEW)
-        for request in bench().golden.requests
-    ]
-    monkeypatch.setattr(bench(), "golden", cached_golden(bench().hf, prompts))
-    sound, rounded = bench().recorded("plain"), changed(bench().recorded("plain"), 1 + 2**-22)
-
-    def measured(known):
-        for comparison, _ in judge(sound, rounded, rounded, known=known):
-            yield repr(comparison.result.taps), sum(num)
-            num.clear()
-
-    (alone, all_rows), (after, others) = (zip(*measured(known), strict=True) for known in (None, SeenRows()))
-    assert after == alone
-    assert all_rows[0] == all_rows[1] == others[0] > others[1] > others[2] == 0
 
 
 def test_a_wrong_row_is_wrong_in_every_schedule(bench, judge):
