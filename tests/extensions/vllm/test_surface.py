@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.extensions import vllm
-from harness.extensions.vllm.surface import SURFACE, installed_source, missing_names
+
+from .surface import SURFACE, installed_source, missing_names
 
 VARIABLE = "HARNESS_VLLM_SOURCE"
 ADAPTER = sorted(Path(vllm.__file__).parent.glob("*.py"))
