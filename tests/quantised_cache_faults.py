@@ -18,8 +18,8 @@ from harness.base.numerics import Numerics
 from harness.errors import Code
 from harness.extensions.faults.fault import FaultConfig, Variant
 from harness.extensions.faults.reference.injection import replacing
-from harness.extensions.faults.trial import CheckTrial, try_entry
 from reference_engine.kv_cache import KVCache
+from tests.fault_trial import CheckTrial, try_entry
 
 NUM_LAYERS = 3
 PROMPTS = ((1, 5, 9, 33, 77, 120, 4, 8, 9, 3, 200), (31, 7, 7, 8, 1, 90, 100, 40))

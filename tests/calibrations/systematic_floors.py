@@ -16,9 +16,9 @@ from tabulate import tabulate
 
 from harness.base.environment import describe_machine
 from harness.extensions.faults.reference.variants import variants
-from harness.extensions.faults.trial import try_entry
 from harness.judge.compare.systematic import THRESHOLD, Effects
 from harness.results.check import Effect
+from tests.fault_trial import try_entry
 
 ROOT = Path(__file__).parents[2]
 Group = tuple[str, str, str]

@@ -22,7 +22,6 @@ from harness.extensions.faults.reference.variants import variants
 from harness.extensions.faults.score import grade
 from harness.extensions.faults.subject import opened
 from harness.extensions.faults.tools import open_tool
-from harness.extensions.faults.trial import try_entry
 from harness.formats.checkpoint import embedded_cases
 from reference_engine import LLMEngine
 from reference_engine.block_manager import BlockManager
@@ -35,6 +34,7 @@ from reference_engine.model import Attention, Decoder, DecoderLayer
 from reference_engine.model_runner import ModelRunner
 from reference_engine.prefix_cache import Prefix, PrefixCache
 from reference_engine.rotary import RotaryEmbedding
+from tests.fault_trial import try_entry
 
 FAULTS = {fault.id: fault for fault in choose(kinds=[EngineKind.REFERENCE])}
 OWNERS = (

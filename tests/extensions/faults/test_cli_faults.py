@@ -14,7 +14,7 @@ from harness.extensions.faults.catalogue import FAULTS
 from harness.extensions.faults.power import SmallestError
 from harness.extensions.faults.reference import norm
 from harness.extensions.faults.score import grade
-from harness.extensions.faults.trial import try_entry
+from tests.fault_trial import try_entry
 
 TOOL, FAULT, OF_MODULES = re.findall(
     r"```py\n(.*?)```", Path(__file__).parents[3].joinpath("docs/faults.md").read_text(), re.DOTALL

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("harness.extensions.faults", reason="the catalogue of faults is an extension")
 from harness.extensions.faults.fault import Category, Fault, FaultConfig
 from harness.extensions.faults.reference.experts import mixed, routed, sum_of
-from harness.extensions.faults.trial import try_entry
+from tests.fault_trial import try_entry
 
 
 def too_high_in_most_rows(self, logits):
