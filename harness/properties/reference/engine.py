@@ -98,18 +98,6 @@ class EngineSubject:
         scheduler._preempt_youngest, scheduler._blocks.take_prefix = counted_preempt, counted_take
 
 
-class LlamaEngine(EngineSubject):
-    """The same with llama-tiny."""
-
-    model = "llama-tiny"
-
-
-class Qwen2Engine(EngineSubject):
-    """The same with qwen2-tiny."""
-
-    model = "qwen2-tiny"
-
-
 class _Recorder:
     """Keeps every row of every tap."""
 

@@ -21,9 +21,10 @@ from harness.properties.attention.suite import (
 )
 from harness.properties.core.findings import PropertyError
 from harness.properties.core.search import PROFILES
-from harness.properties.reference.attention import ContiguousSubject, PagedSubject, RecomputeSubject
+from harness.properties.reference.attention import PagedSubject
 
 from . import full_attention
+from .backends import ContiguousSubject, RecomputeSubject
 from .full_attention import FullAttention
 
 FEW = settings(PROFILES["dev"].settings(), max_examples=15)

@@ -12,9 +12,9 @@ from harness.properties.attention.case import FOCUSES
 from harness.properties.attention.subject import AttentionUnderTest
 from harness.properties.attention.suite import check_batching, check_definition, check_placement
 from harness.properties.core.search import PROFILES
-from harness.properties.reference.attention import TritonSubject
 
 from ...reference_engine.fast.kernels.launching import DEVICES, IGNORE_NUMPY, launch_on
+from .backends import TritonSubject
 from .kernel_attention import KernelAttention
 
 pytestmark = [pytest.mark.slow, IGNORE_NUMPY]
