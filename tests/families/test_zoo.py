@@ -2,17 +2,20 @@
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from harness.extensions.faults.placed import FAULTS, PlacedFault, applicable
 from harness.extensions.faults.placed.attention import without_oldest
 from harness.extensions.faults.placed.plan import set_parameter
-from harness.extensions.faults.zoo.divergence import first_difference, trace, wrong_by_themselves
+from harness.extensions.faults.zoo.divergence import distance as value_distance
+from harness.extensions.faults.zoo.divergence import first_difference, tensors_in, trace
 from harness.extensions.faults.zoo.models import build, load, logits, save, tokens
 from harness.extensions.faults.zoo.tiny_config import tiny_config
 
@@ -57,6 +60,35 @@ def test_faults_in_a_sample_of_families_show_where_they_are_named(names: list[st
             faults = applicable(build(name))
             assert len(faults) >= 3
             assert misplaced(name, faults) == []
+
+
+@torch.no_grad()
+def wrong_by_themselves(sound: nn.Module, faulty: nn.Module, ids: torch.Tensor) -> set[str]:
+    """Return the innermost modules of a faulty model that give other results than the sound ones on the same arguments.
+
+    Both are copies of one model. The faulty one runs over ids [1, T]; each sound module is called on what it is given.
+    """
+    twins = dict(sound.named_modules())
+    wrong: set[str] = set()
+    handles = []
+    for path, module in faulty.named_modules():
+
+        def after(module: nn.Module, args: Any, kwargs: Any, results: Any, path: str = path) -> None:
+            if value_distance(tensors_in(results), tensors_in(twins[path](*args, **kwargs))) > 0:
+                wrong.add(path)
+
+        if module is not twins[path]:  # some of HF's activations are one object for all models of the process
+            handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        faulty(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {path for path in wrong if not any(is_inside(outer, path) for outer in wrong)}
+
+
+def is_inside(path: str, outer: str) -> bool:
+    return path != outer and (outer == "" or path.startswith(f"{outer}."))
 
 
 def misplaced(name: str, faults: Iterable[PlacedFault]) -> list[str]:

@@ -133,32 +133,3 @@ def innermost_called(path: str, events: list[ModuleEvent]) -> str:
     while path and path not in called:
         path = path.rpartition(".")[0]
     return path
-
-
-@torch.no_grad()
-def wrong_by_themselves(sound: nn.Module, faulty: nn.Module, ids: torch.Tensor) -> set[str]:
-    """Return the innermost modules of a faulty model that give other results than the sound ones on the same arguments.
-
-    Both are copies of one model. The faulty one runs over ids [1, T]; each sound module is called on what it is given.
-    """
-    twins = dict(sound.named_modules())
-    wrong: set[str] = set()
-    handles = []
-    for path, module in faulty.named_modules():
-
-        def after(module: nn.Module, args: Any, kwargs: Any, results: Any, path: str = path) -> None:
-            if distance(tensors_in(results), tensors_in(twins[path](*args, **kwargs))) > 0:
-                wrong.add(path)
-
-        if module is not twins[path]:  # some of HF's activations are one object for all models of the process
-            handles.append(module.register_forward_hook(after, with_kwargs=True))
-    try:
-        faulty(input_ids=ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {path for path in wrong if not any(is_inside(outer, path) for outer in wrong)}
-
-
-def is_inside(path: str, outer: str) -> bool:
-    return path != outer and (outer == "" or path.startswith(f"{outer}."))
