@@ -72,7 +72,6 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         frequencies.partial_rotary,
         rotation.coarse_table,
         positions.other_positions,
-        positions.positions_of_batch_mate,
         rotation.frequencies_of_other_pairs,
         rotation.other_tables,
         formats.in_few_bits,

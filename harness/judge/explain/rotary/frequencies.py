@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from harness.judge.explain.core.fit import fit_by_search
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
-from harness.judge.explain.rotary.rotation import Causes, turned_by, with_rotation
+from harness.judge.explain.core.wrong_operation import WrongOperation
+from harness.judge.explain.rotary.rotation import Causes, turned_by, turned_to, with_rotation
 from harness.oracle.rotation import Rotation
 
 _THETAS = (1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
@@ -45,20 +45,19 @@ def scaling_ignored(wrong: WrongOperation, right: Rotation) -> Causes:
 
     Causes: rope scaling (*type*) is ignored; is ignored but for its factor of cos and sin.
     """
-    parameters = rope_parameters(wrong, right)
-    if parameters.get("rope_type", "default") == "default" or "rope_theta" not in parameters:
+    kind, plain = rope_parameters(wrong, right).get("rope_type", "default"), _unscaled(wrong, right)
+    if plain is None or kind == "default":
         return
-    plain = with_parameters(wrong, right, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
-    if plain is not None:
-        yield Hypothesis(
-            cause=f"rope scaling ({parameters['rope_type']}) is ignored",
-            output=plain.turn(wrong.inputs[0], wrong.positions),
-        )
-    if plain is not None and plain.scaling != right.scaling:
-        yield Hypothesis(
-            cause=f"rope scaling ({parameters['rope_type']}) is ignored but for its factor of cos and sin",
-            output=replace(plain, scaling=right.scaling).turn(wrong.inputs[0], wrong.positions),
-        )
+    yield turned_to(wrong, plain, f"rope scaling ({kind}) is ignored")
+    if plain.scaling != right.scaling:
+        kept = replace(plain, scaling=right.scaling)
+        yield turned_to(wrong, kept, f"rope scaling ({kind}) is ignored but for its factor of cos and sin")
+
+
+def _unscaled(wrong: WrongOperation, right: Rotation) -> Rotation | None:
+    """Return the rotation of the same base without rope scaling; None if the config names no base."""
+    theta = rope_parameters(wrong, right).get("rope_theta")
+    return None if theta is None else with_parameters(wrong, right, {"rope_type": "default", "rope_theta": theta})
 
 
 @with_rotation
@@ -69,40 +68,26 @@ def other_scaling(wrong: WrongOperation, right: Rotation) -> Causes:
     (LongRoPE) are used where the long ones belong, or the reverse; rope scaling: linear or yarn with factor *value*,
     which config.json does not ask for; the ends of yarn's ramp are rounded to whole dimensions, or are not.
     """
-    parameters = rope_parameters(wrong, right)
+    parameters, plain = rope_parameters(wrong, right), _unscaled(wrong, right)
     if "rope_theta" not in parameters:
         return
-    meant = str(parameters.get("rope_type", "default"))
-    plain = with_parameters(wrong, right, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
-    kept = None if plain is None else replace(plain, scaling=right.scaling)
-    others = None
-    if {"short_factor", "long_factor"} <= parameters.keys():  # HF chooses by the length of what is computed
-        for used, unused in (("short", "long"), ("long", "short")):
-            same = {**parameters, f"{unused}_factor": parameters[f"{used}_factor"]}
-            changed_rotation = with_parameters(wrong, right, same)
-            if changed_rotation is not None and not _is_same(changed_rotation, right):
-                others, cause = (
-                    changed_rotation,
-                    f"rope scaling: the {used} factors are used where the {unused} ones belong",
-                )
-                yield Hypothesis(cause=cause, output=changed_rotation.turn(wrong.inputs[0], wrong.positions))
-    for cause, changed, num_fitted in (*_other_values(parameters), *_other_types(wrong, right, parameters, meant)):
-        changed_rotation = with_parameters(wrong, right, changed)
-        if changed_rotation is not None and not any(
-            _is_same(changed_rotation, item) for item in (plain, kept, others)
-        ):  # these have names
-            yield Hypothesis(
-                cause=cause, output=changed_rotation.turn(wrong.inputs[0], wrong.positions), num_fitted=num_fitted
-            )
+    named = [] if plain is None else [plain, replace(plain, scaling=right.scaling)]
+    is_of_length = {"short_factor", "long_factor"} <= parameters.keys()  # HF chooses by the length of what is computed
+    for used, unused in (("short", "long"), ("long", "short")) if is_of_length else ():
+        changed = with_parameters(wrong, right, {**parameters, f"{unused}_factor": parameters[f"{used}_factor"]})
+        if changed is not None and not _is_same(changed, right):
+            named.append(changed)
+            cause = f"rope scaling: the {used} factors are used where the {unused} ones belong"
+            yield turned_to(wrong, changed, cause)
+    for cause, others, num_fitted in (*_other_values(parameters), *_other_types(wrong, right, parameters, plain)):
+        changed = with_parameters(wrong, right, others)
+        if changed is not None and not any(_is_same(changed, item) for item in named):
+            yield turned_to(wrong, changed, cause, num_fitted=num_fitted)
 
 
-def _is_same(one: Rotation, another: Rotation | None) -> bool:
-    return (
-        another is not None
-        and one.scaling == another.scaling
-        and one.frequencies.shape == another.frequencies.shape
-        and torch.allclose(one.frequencies, another.frequencies, rtol=1e-6, atol=0)
-    )
+def _is_same(one: Rotation, another: Rotation) -> bool:
+    is_like = one.scaling == another.scaling and one.frequencies.shape == another.frequencies.shape
+    return is_like and torch.allclose(one.frequencies, another.frequencies, rtol=1e-6, atol=0)
 
 
 def _other_values(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -124,43 +109,36 @@ def _other_values(parameters: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def _other_types(
-    wrong: WrongOperation, right: Rotation, parameters: dict[str, Any], meant: str
+    wrong: WrongOperation, right: Rotation, parameters: dict[str, Any], plain: Rotation | None
 ) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Scalings that config.json does not ask for."""
+    """Scalings that config.json does not ask for, the last by the factor under which the rows are nearest."""
+    meant = str(parameters.get("rope_type", "default"))
     length = getattr(wrong.config, "max_position_embeddings", None)
     base = {"rope_theta": parameters["rope_theta"], "original_max_position_embeddings": length}
     instead = "which config.json does not ask for" if meant == "default" else f"instead of {meant}"
-    for name in ("linear", "yarn"):
-        for factor in _FACTORS if name != meant else ():
-            cause = f"rope scaling: {name} with factor {factor:g}, {instead}"
-            yield cause, {**base, "rope_type": name, "factor": factor}, 0
-    fitted = _fitted_stretch(wrong, right) if wrong.can_be_fitted else None
-    if fitted is not None:
-        cause = f"rope scaling: linear with factor {fitted:g}, {instead}"
-        yield cause, {**base, "rope_type": "linear", "factor": fitted}, 1
+    tried = [(name, factor, 0) for name in ("linear", "yarn") if name != meant for factor in _FACTORS]
+    if plain is not None and wrong.can_be_fitted and plain.frequencies.shape == right.frequencies.shape:
+        stretch = _fitted(wrong, right, _GRID_OF_FACTORS, lambda by: replace(plain, frequencies=plain.frequencies / by))
+        tried += [] if (factor := float(f"{stretch:.3g}")) in (1.0, *_FACTORS) else [("linear", factor, 1)]
+    for name, factor, num_fitted in tried:
+        cause = f"rope scaling: {name} with factor {factor:g}, {instead}"
+        yield cause, {**base, "rope_type": name, "factor": factor}, num_fitted
 
 
-def _fitted_stretch(wrong: WrongOperation, right: Rotation) -> float | None:
-    """Return the factor under which the unscaled pairs turn most nearly as they did, to three digits."""
-    parameters = rope_parameters(wrong, right)
-    plain = with_parameters(wrong, right, {"rope_type": "default", "rope_theta": parameters["rope_theta"]})
-    if plain is None:
-        return None
-    turned, frequencies = turned_by(wrong, right), plain.frequencies.to(torch.float64)
-    if turned.shape[1] != len(frequencies):
-        return None
+def _fitted(
+    wrong: WrongOperation, right: Rotation, grid: list[float], rotation_of: Callable[[float], Rotation | None]
+) -> float:
+    """Return the number by whose rotation the pairs turn most nearly as they did."""
+    turned = turned_by(wrong, right)
 
-    def error(factor: float) -> float:
-        return -_agreement(turned, wrong.positions[:, None] * frequencies / factor)
+    def error(number: float) -> float:
+        changed = rotation_of(number)
+        if changed is None:
+            return 0.0
+        phases = wrong.positions[:, None] * changed.frequencies.to(torch.float64)
+        return -float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
 
-    factor = fit_by_search(_GRID_OF_FACTORS, error)
-    rounded = float(f"{factor:.3g}")
-    return None if rounded in (1.0, *_FACTORS) else rounded
-
-
-def _agreement(turned: torch.Tensor, phases: torch.Tensor) -> float:
-    """Return how nearly the pairs [R, P], as complex numbers, turned by these angles."""
-    return float((turned * torch.polar(torch.ones_like(phases), -phases)).real.sum())
+    return fit_by_search(grid, error)
 
 
 @with_rotation
@@ -174,50 +152,27 @@ def wrong_theta(wrong: WrongOperation, right: Rotation) -> Causes:
     parameters = rope_parameters(wrong, right)
     if "rope_theta" not in parameters:
         return
-    meant = float(parameters["rope_theta"])
-    for based_on, kept in ((_with_theta, ""), (_with_theta_and_factors, "the factors of the rope scaling are kept")):
-        if kept and parameters.get("rope_type", "default") == "default":
-            continue
-        fitted = _fitted_thetas(wrong, right, based_on)
+    meant, num_pairs = float(parameters["rope_theta"]), len(right.frequencies)
+
+    def scaled_anew(theta: float) -> Rotation | None:
+        return with_parameters(wrong, right, {**parameters, "rope_theta": theta})
+
+    def scaled_alike(theta: float) -> Rotation:
+        exponents = torch.arange(num_pairs, dtype=torch.float64) / num_pairs
+        return replace(right, frequencies=(right.frequencies * (meant / theta) ** exponents).to(torch.float32))
+
+    ways: dict[str, Callable[[float], Rotation | None]] = {"": scaled_anew}
+    if parameters.get("rope_type", "default") != "default":
+        ways["the factors of the rope scaling are kept"] = scaled_alike
+    for kept, rotation_of in ways.items():
+        best = [_fitted(wrong, right, _GRID_OF_THETAS, rotation_of)] if wrong.can_be_fitted else []
+        fitted = [float(f"{theta:.{digits}g}") for theta in best for digits in (2, 6)]
         for theta in dict.fromkeys((*_THETAS, *fitted)):
-            changed = based_on(wrong, right, theta) if theta != meant else None
+            changed = rotation_of(theta) if theta != meant else None
             if changed is not None:
-                yield Hypothesis(
-                    cause=f"wrong rope theta: {theta:g} instead of {meant:g}",
-                    output=changed.turn(wrong.inputs[0], wrong.positions),
-                    detail=kept,
-                    num_fitted=0 if theta in _THETAS else 1,
-                    is_vague=theta in fitted[1:],  # that of two digits fits as well, or better
-                )
-
-
-def _with_theta(wrong: WrongOperation, right: Rotation, theta: float) -> Rotation | None:
-    return with_parameters(wrong, right, {**rope_parameters(wrong, right), "rope_theta": theta})
-
-
-def _with_theta_and_factors(wrong: WrongOperation, right: Rotation, theta: float) -> Rotation | None:
-    """Return the rotation of another base whose frequencies are scaled by the factors of the right one."""
-    meant = float(rope_parameters(wrong, right)["rope_theta"])
-    exponents = torch.arange(len(right.frequencies), dtype=torch.float64) / len(right.frequencies)
-    return replace(right, frequencies=(right.frequencies * (meant / theta) ** exponents).to(torch.float32))
-
-
-def _fitted_thetas(
-    wrong: WrongOperation, right: Rotation, based_on: Callable[[WrongOperation, Rotation, float], Rotation | None]
-) -> list[float]:
-    """Return the base under which the pairs turn most nearly as they did, rounded to two digits and to six."""
-    if not wrong.can_be_fitted:
-        return []
-    turned = turned_by(wrong, right)
-
-    def error(theta: float) -> float:
-        changed = based_on(wrong, right, theta)
-        if changed is None:
-            return 0.0
-        return -_agreement(turned, wrong.positions[:, None] * changed.frequencies.to(torch.float64))
-
-    theta = fit_by_search(_GRID_OF_THETAS, error)
-    return [float(f"{theta:.2g}"), float(f"{theta:.6g}")]
+                cause, num_fitted = f"wrong rope theta: {theta:g} instead of {meant:g}", int(theta not in _THETAS)
+                is_vague = theta in fitted[1:]  # that of two digits fits as well, or better
+                yield turned_to(wrong, changed, cause, detail=kept, num_fitted=num_fitted, is_vague=is_vague)
 
 
 @with_rotation
@@ -233,11 +188,8 @@ def partial_rotary(wrong: WrongOperation, right: Rotation) -> Causes:
             candidates.insert(0, float(theta) ** -(torch.arange(0, dim, 2, dtype=torch.float) / dim))
         for frequencies in candidates:
             if len(frequencies) == dim // 2:
-                changed = replace(right, frequencies=frequencies)
-                yield Hypothesis(
-                    cause=f"partial rotary: the first {dim} of {right.head_dim} elements turn",
-                    output=changed.turn(wrong.inputs[0], wrong.positions),
-                )
+                cause = f"partial rotary: the first {dim} of {right.head_dim} elements turn"
+                yield turned_to(wrong, replace(right, frequencies=frequencies), cause)
 
 
 def rope_parameters(wrong: WrongOperation, right: Rotation) -> dict[str, Any]:
@@ -275,23 +227,20 @@ def _make(config: Any, right: Rotation, parameters: dict[str, Any]) -> Rotation 
         module = type(right.module)(changed)
     except Exception:  # a family whose module needs more than its config
         return None
-    frequencies = getattr(module, right.name).detach().cpu().to(torch.float32)
-    scaling = float(getattr(module, right.name.replace("inv_freq", "attention_scaling"), 1.0))
-    return replace(right, frequencies=frequencies, scaling=scaling, module=module)
+    return _of_buffer(replace(right, module=module), right.name)
+
+
+def _of_buffer(right: Rotation, name: str) -> Rotation:
+    """Return the rotation by another buffer of frequencies of the same module."""
+    frequencies = getattr(right.module, name).detach().cpu().to(torch.float32)
+    scaling = float(getattr(right.module, name.replace("inv_freq", "attention_scaling"), 1.0))
+    return replace(right, name=name, frequencies=frequencies, scaling=scaling)
 
 
 @with_rotation
 def of_other_layers(wrong: WrongOperation, right: Rotation) -> Causes:
     """Rotary is that of *type* layers, where the model has one for each type of layer."""
-    for name, buffer in right.module.named_buffers(recurse=False):
+    for name, _ in right.module.named_buffers(recurse=False):
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and name != right.name:
-            changed = replace(
-                right,
-                name=name,
-                frequencies=buffer.detach().cpu().to(torch.float32),
-                scaling=float(getattr(right.module, name.replace("inv_freq", "attention_scaling"), 1.0)),
-            )
-            yield Hypothesis(
-                cause=f"rotary is that of {_layer_type(changed)} layers",
-                output=changed.turn(wrong.inputs[0], wrong.positions),
-            )
+            changed = _of_buffer(right, name)
+            yield turned_to(wrong, changed, f"rotary is that of {_layer_type(changed)} layers")

@@ -9,7 +9,7 @@ from itertools import permutations
 
 import torch
 
-from harness.judge.compare.align import is_readback, last_index
+from harness.judge.compare.align import last_index
 from harness.judge.explain.core.drafts import computed_before, given_up, name_of_row
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.rotary.rotation import Causes, heads_read, turned_by, with_rotation
@@ -84,6 +84,7 @@ def _known_positions(wrong: WrongOperation) -> dict[str, torch.Tensor]:
         "positions restart at 0 after the prompt": expected - of["prompt"],
         "rotary at position 0 for every row": torch.zeros_like(expected),
         "the rows of other requests before it in the step are added to the position": expected + of["others"],
+        "rotary at the position of the row before it in the batch": of["before"],
     }
 
 
@@ -126,7 +127,9 @@ def _offsets_by_request(wrong: WrongOperation, offsets: torch.Tensor) -> str | N
 
 
 def places_in_step(wrong: WrongOperation) -> dict[str, torch.Tensor]:
-    """Each row's index among its request's rows of the step, among all rows of it, and its prompt's length.
+    """Each row's index among its request's rows of the step, among all rows of it, its prompt's length, and so on.
+
+    `others` are rows of other requests before it in the step, `before` is the position of the row before it there.
 
     Rows of drafts count as those of the request that they are of. A row that the request found in the cache has its own
     position for its index: which step computed it is not known here.
@@ -134,34 +137,19 @@ def places_in_step(wrong: WrongOperation) -> dict[str, torch.Tensor]:
     requests = wrong.recording.manifest.requests
     lengths = {request.id: request.prompt_length for request in requests}
     drafts = {request.id: request.draft_of for request in requests if request.draft_of is not None}
-    chunk, batch, prompt, others = [], [], [], []
+    places = []
     for request, position, step in wrong.rows.identities():
         rows = wrong.recording.steps[step]
         original = drafts.get(request, request)
         if bool(((rows.request == request) & (rows.position == position)).any()):
             at = last_index(rows, request, position)
             index = sum(drafts.get(item, item) == original for item in rows.request[:at].tolist())
+            before = int(rows.position[at - 1])
         else:
-            at = index = position
-        chunk.append(index)
-        batch.append(at)
-        prompt.append(lengths[original])
-        others.append(at - index)
-    places = {"chunk": chunk, "batch": batch, "prompt": prompt, "others": others}
-    return {name: torch.tensor(values) for name, values in places.items()}
-
-
-def positions_of_batch_mate(wrong: WrongOperation) -> Causes:
-    """Rotary at the position of the row before it in the batch."""
-    positions = []
-    for request, position, index in wrong.rows.identities():
-        step = wrong.recording.steps[index]
-        if is_readback(step):
-            return
-        positions.append(int(step.position[(last_index(step, request, position) - 1) % len(step.position)]))
-    output = wrong.replay(wrong.inputs, torch.tensor(positions))
-    if output is not None:
-        yield Hypothesis(cause="rotary at the position of the row before it in the batch", output=output)
+            at = index = before = position
+        places.append((index, at, lengths[original], at - index, before))
+    names = ("chunk", "batch", "prompt", "others", "before")
+    return dict(zip(names, torch.tensor(places, dtype=torch.int64).view(-1, len(names)).unbind(1), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ model's rotation has no known form (`WrongOperation.rotation`), nothing is yield
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
+from typing import Any
 
 import torch
 
@@ -78,6 +79,11 @@ def turned_by(wrong: WrongOperation, right: Rotation) -> torch.Tensor:
     """Return how far each pair was turned, weighted by its size: [R, P] complex."""
     before, after = pairs_of(wrong, right)
     return (before.conj() * after).sum(dim=1)
+
+
+def turned_to(wrong: WrongOperation, rotation: Rotation, cause: str, **fields: Any) -> Hypothesis:
+    """Return the hypothesis that the rows are rotated by another rotation, with other fields of it."""
+    return Hypothesis(cause=cause, output=rotation.turn(wrong.inputs[0], wrong.positions), **fields)
 
 
 def heads_read(x: torch.Tensor, expected: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -181,12 +187,9 @@ def other_pairs(wrong: WrongOperation, right: Rotation) -> Causes:
     neighbouring ones.
     """
     changed = replace(right, is_interleaved=not right.is_interleaved, is_regrouped=False)
-    names = ("half-split ones", "neighbouring pairs (interleaved)")
-    meant, done = names[right.is_interleaved], names[changed.is_interleaved]
-    done = done if changed.is_interleaved else "half-split pairs"
-    yield Hypothesis(
-        cause=f"rotary over {done} instead of {meant}", output=changed.turn(wrong.inputs[0], wrong.positions)
-    )
+    neighbours = "neighbouring pairs (interleaved)"
+    done, meant = ("half-split pairs", neighbours) if right.is_interleaved else (neighbours, "half-split ones")
+    yield turned_to(wrong, changed, f"rotary over {done} instead of {meant}")
 
 
 def not_rotated(wrong: WrongOperation) -> Causes:

@@ -6,7 +6,7 @@ import torch
 from harness.judge.explain.rotary import positions as rotary_positions
 
 from ..toys import by_cause, named, random, recorded
-from .test_frequencies import H, N, by, check, frequencies, of
+from .test_frequencies import H, N, by, frequencies, of
 
 STEPS = (
     [(0, p) for p in range(4)] + [(1, p) for p in range(3)],
@@ -61,6 +61,7 @@ def within(request, position, step):
             lambda r, p, s: p + index(r, p, s) - within(r, p, s),
             "the rows of other requests before it in the step are added to the position",
         ),
+        (lambda r, p, s: STEPS[s][index(r, p, s) - 1][1], "rotary at the position of the row before it in the batch"),
         (lambda r, p, s: p + 3, "rotary at a position off by +3"),
         (lambda r, p, s: p - 2, "rotary at a position off by -2"),
         (lambda r, p, s: p + (4, -2)[r], "rotary at positions off by a number that each request has for itself: "
@@ -132,17 +133,10 @@ def test_positions_are_looked_for_as_far_as_the_largest_step_reaches(recording, 
         assert bool(by_cause(rotary_positions.other_positions, failure)) == is_tried
 
 
-def test_the_position_of_the_row_before(recording):
-    failure, _ = at(recording, lambda r, p, s: STEPS[s][index(r, p, s) - 1][1])
-    check(rotary_positions.positions_of_batch_mate, failure, {
-        "rotary at the position of the row before it in the batch": (failure.actual, 0),
-    })  # fmt: skip
-
-
-def test_rows_that_were_read_back_have_no_row_before(recording):
-    failure, _ = at(recording, lambda r, p, s: p, [(0, 0, 0), (1, 0, 0)])
+def test_a_row_of_another_step_than_its_own_has_no_row_before(recording):
+    failure, _ = at(recording, lambda r, p, s: p, [(0, 1, 0), (1, 1, 0)])
     failure.rows.step[:] = len(STEPS)
-    assert by_cause(rotary_positions.positions_of_batch_mate, failure) == {}
+    assert rotary_positions.places_in_step(failure)["before"].tolist() == [1, 1]
 
 
 def test_a_position_off_by_one_in_a_recording(bench):
