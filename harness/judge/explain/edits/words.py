@@ -12,6 +12,8 @@ _LEFT_OUT = (
     (r"sigmoid\(.*gate|gate\w*\.sigmoid|gate_score", "the gate is not applied"),
     (r"\bresidual\b", "the residual is not added"),
     (r"\blayer_?norm|_norm\(|\bnorm\w*\(|norm_\w+\(", "the norm is skipped"),
+    (r"^ \+ \(?rotate_half\(.*\bsin", "the rotary table's sine is left out: only the cosine is applied"),
+    (r"\* \(?cos\w*\)? \+ $", "the rotary table's cosine is left out: only the sine is applied"),
     (r"rotate_half|apply_rotary|apply_rotary_emb", "rotary is not applied"),
     (r"softcap|soft_cap|\.tanh\(|torch\.tanh\(", "the soft cap is left out"),
     (r"residual_multiplier|residual_scale|resid\w*_scal", "the multiplier of the branch is left out"),
@@ -71,7 +73,7 @@ _EXCHANGED = (
     (r"query.*key|\bq\b.*\bk\b", "queries and keys are swapped"),
     (r"key.*value|\bk\b.*\bv\b", "keys and values are swapped"),
     (r"\bB\b.*\bC\b", "B and C are swapped"),
-    (r"\bcos\b.*\bsin\b", "rotary turns backwards, or cos and sin are exchanged"),
+    (r"\bcos\b.*\bsin\b", "cosine and sine of the rotary table are exchanged"),
 )
 
 
@@ -155,6 +157,8 @@ def term_of(edit: Edit, holder: object = None) -> str | None:
             if re.fullmatch(pattern, edit.new):
                 return term
     new = edit.new.removeprefix("is ").removeprefix("always ").strip("`")
+    if "rotate_half(" in edit.old and new == edit.old.replace(" + ", " - "):
+        return "rotary turns backwards (sign of the sine)"
     if re.search(r"act\w*\(", edit.old) and new.startswith(("torch.", "x *")):
         return next((f"the activation is {name}" for sign, name in _FUNCTIONS.items() if sign in new), None)
     if new in edit.old and len(new) < len(edit.old):

@@ -6,6 +6,7 @@ import pytest
 
 from harness.judge.explain.edits.change import LIKELY, UNLIKELY
 from harness.judge.explain.edits.operators import NORMS, applied, edits_of
+from harness.judge.explain.edits.words import term_of
 
 PROGRAM = """
 def forward(self, x, gate=None):
@@ -142,3 +143,23 @@ def test_what_is_left_out_comes_first(edits):
 def test_what_computes_nothing_is_not_left_out(text):
     edits = edits_of(ast.parse(f"y = {text}"))
     assert not [edit for edit in edits if edit.old == text and edit.rank == LIKELY]
+
+
+ROTARY = """
+def apply_rotary(q, position_embeddings):
+    cos, sin = position_embeddings
+    return q * cos + rotate_half(q) * sin
+"""
+
+
+@pytest.mark.parametrize(
+    ("new", "term"),
+    [
+        ("is `q * cos`", "the rotary table's sine is left out: only the cosine is applied"),
+        ("is `rotate_half(q) * sin`", "the rotary table's cosine is left out: only the sine is applied"),
+        ("is `q * cos - rotate_half(q) * sin`", "rotary turns backwards (sign of the sine)"),
+        ("is `(sin, cos) = position_embeddings`", "cosine and sine of the rotary table are exchanged"),
+    ],
+)
+def test_what_an_edit_does_to_a_rotation(new, term):
+    assert {term_of(edit) for edit in edits_of(ast.parse(ROTARY)) if edit.new == new} == {term}
