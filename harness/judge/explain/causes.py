@@ -43,7 +43,6 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         norms.statistic_overflows,
         norms.coarse_statistic,
         norms.changed_weights,
-        norms.own_statistic,
     ),
     Kind.LINEAR: (
         logits.sampled,
@@ -151,7 +150,6 @@ _GENERIC: Sequence[Explain] = (
     generic.another_input,
     generic.another_output,
     generic.rounded_output,
-    generic.inputs_in_lower_precision,
     generic.offset_per_channel,
 )
 _OF_ANY_ROWS = (generic.zero_output, generic.gain_of_a_setting, generic.another_input)

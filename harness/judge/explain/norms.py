@@ -18,17 +18,12 @@ from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperatio
 _USUAL_EPSILONS = (0.0, 1e-5, 1e-6)
 """Of modules that do not say theirs."""
 _EPSILONS = (1e-6, 1e-5, 1e-8, 1e-7, 1e-12, 0.0, 1e-4, 1e-3, 1e-2)
-_COARSE = 2.0**-6
-"""Relative error of a statistic in bfloat16, at most: two roundings and a sum."""
 _PADDINGS = (8, 16, 32, 64, 128, 256)
 """Numbers to whose multiples rows are padded in memory."""
 _CHANGED = 0.1
 """Of the largest effect of a changed weight, what another must have to be changed as well."""
 _SAME_WEIGHT, _CLEARLY = 0.02, 0.25
 """Share of the largest weight up to which an order gives the weights, and of what is left without it."""
-_MIN_STATISTICS, _SCATTER, _RULE = 8, 0.3, 0.8
-"""Fewest statistics that show whether they follow a rule; least standard deviation over RMS, and largest correlation of
-ranks with the mean of the squares, of those that do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,58 +58,41 @@ class NormForm:
 
 
 def form_of(wrong: WrongOperation) -> NormForm | None:
-    """Return the form under which a norm's inputs give what they should; None if it is none that is known."""
-    module: Any = wrong.module
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(weight, torch.Tensor):
-        widths = dict.fromkeys((wrong.inputs[0].flatten(1).shape[1], wrong.head_dim))
-        forms = (_form(wrong, torch.ones(width, dtype=torch.float64), None) for width in widths)
-        return next((form for form in forms if form is not None), None)
-    weight = weight.detach().to("cpu", torch.float64)
-    return _form(wrong, weight, bias.detach().to("cpu", torch.float64) if isinstance(bias, torch.Tensor) else None)
-
-
-def _form(wrong: WrongOperation, weight: torch.Tensor, bias: torch.Tensor | None) -> NormForm | None:
-    """Return the form of a norm with this weight [D]; None if it gives something else.
+    """Return the form under which a norm's inputs give what they should; None if it is none that is known.
 
     A norm may read a part of what was recorded: one of several heads, or the steps of a scan beside its B and C.
     """
     x, width = wrong.inputs[0].flatten(1), wrong.expected.shape[1]
-    if weight.dim() != 1 or width % len(weight):
-        return None
-    parts = (x[:, begin : begin + width] for begin in range(x.shape[1] - width + 1))
-    return next((form for part in parts if (form := _form_on(wrong, part, weight, bias)) is not None), None)
+    weight, bias = (getattr(wrong.module, name, None) for name in ("weight", "bias"))
+    if isinstance(weight, torch.Tensor):
+        weights = [weight.detach().to("cpu", torch.float64)]
+        bias = bias.detach().to("cpu", torch.float64) if isinstance(bias, torch.Tensor) else None
+    else:
+        sizes, bias = dict.fromkeys((x.shape[1], wrong.head_dim)), None
+        weights = [torch.ones(size, dtype=torch.float64) for size in sizes]
+    parts = [x[:, begin : begin + width] for begin in range(x.shape[1] - width + 1)]
+    fitting = [weight for weight in weights if weight.dim() == 1 and width % len(weight) == 0]
+    forms = (_form_on(wrong, part, weight, bias) for weight in fitting for part in parts)
+    return next((form for form in forms if form is not None), None)
 
 
 def _form_on(
     wrong: WrongOperation, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> NormForm | None:
-    """Return the form of a norm of rows [R, W]; None if it gives something else."""
+    """Return the form of a norm of rows [R, W] with this weight [D]; None if it gives something else."""
     module: Any = wrong.module
     declared_eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    raw, actual = (item.unflatten(-1, (-1, len(weight))) for item in (x, wrong.actual))
-    plain = NormForm(
-        x=raw,
-        raw=raw,
-        actual=actual if bias is None else actual - bias,
-        weight=weight,
-        eps=0.0,
-        bias=bias,
-    )
     known = (float(declared_eps),) if isinstance(declared_eps, int | float) else _USUAL_EPSILONS
-    forms = [form for eps in known for form in _with_eps(replace(plain, eps=eps))]
+    raw, actual = (item.unflatten(-1, (-1, len(weight))) for item in (x, wrong.actual))
+    actual = actual if bias is None else actual - bias
+    forms = [
+        NormForm(x=read, raw=raw, actual=actual, weight=factor, eps=eps, bias=bias)
+        for eps in known
+        for read in (raw, raw - raw.mean(dim=-1, keepdim=True))
+        for factor in (weight, weight + 1)
+    ]
     fits = [form for form in forms if wrong.is_expected(form.output())]
     return min(fits, key=lambda form: float((form.output() - wrong.expected).norm()), default=None)
-
-
-def _with_eps(plain: NormForm) -> tuple[NormForm, ...]:
-    raw, weight = plain.raw, plain.weight
-    return (
-        plain,
-        replace(plain, weight=weight + 1),
-        replace(plain, x=raw - raw.mean(dim=-1, keepdim=True)),
-        replace(plain, x=raw - raw.mean(dim=-1, keepdim=True), weight=weight + 1),
-    )
 
 
 Explanation = Callable[[NormForm, WrongOperation], Iterator[Hypothesis]]
@@ -298,37 +276,6 @@ def _changes(right: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor
     """List the first weights that are others: `[17] is 1.5 instead of 1`."""
     places = is_changed.nonzero()[:, 0].tolist()[:4]
     return ", ".join(f"[{at}] is {float(fitted[at]):.4g} instead of {float(right[at]):.4g}" for at in places)
-
-
-@with_form
-def own_statistic(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Each row is scaled by a factor of its own: only its statistic is wrong. How wrong tells what it was.
-
-    Causes: the norm's variance is computed in a lower precision. Not asserted: the norm's statistic is wrong.
-    """
-    x, weight, eps = norm.parts
-    mean, implied = _statistics(norm)
-    if not bool((implied > 0).all()):
-        return
-    deviation = implied / (mean + eps) - 1
-    is_coarse = _is_rounding(deviation.flatten(), mean.flatten())
-    size = deviation.abs()
-    yield Hypothesis(
-        cause="the norm's variance is computed in a lower precision" if is_coarse else "the norm's statistic is wrong",
-        output=(x * implied.rsqrt() * weight).flatten(1),
-        detail=f"the statistic is off by {float(size.median()):.2g}, at most {float(size.max()):.2g}",
-        num_fitted=implied.numel(),
-        is_cause=is_coarse,
-    )
-
-
-def _is_rounding(deviation: torch.Tensor, mean: torch.Tensor) -> bool:
-    """Whether relative deviations are small, and differ from row to row without a rule, as roundings do."""
-    if len(deviation) < _MIN_STATISTICS or float(deviation.abs().max()) >= _COARSE:
-        return False
-    is_scattered = float(deviation.std()) > _SCATTER * float(deviation.square().mean().sqrt())
-    ranks = torch.stack([item.argsort().argsort().double() for item in (deviation, mean)])
-    return is_scattered and abs(float(torch.corrcoef(ranks)[0, 1])) < _RULE
 
 
 def _normed(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:

@@ -342,16 +342,3 @@ def _is_cut_off(wrong: WrongOperation) -> bool:
     tells = cut != nearest
     is_cut = (wrong.actual == cut)[tells]
     return len(is_cut) >= _MANY and float(is_cut.float().mean()) > 1 - _FEW
-
-
-def inputs_in_lower_precision(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The operation is right, of inputs rounded to a 16-bit dtype.
-
-    Causes: its input is rounded to *dtype*.
-    """
-    if wrong.operation.kind not in _ROW_WISE:
-        return
-    for dtype in HALF_DTYPES:
-        output = wrong.replay([rounded(x, dtype) for x in wrong.inputs], wrong.positions)
-        if output is not None:
-            yield Hypothesis(cause=f"its input is rounded to {name_of(dtype)}", output=output)

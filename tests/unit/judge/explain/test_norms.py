@@ -201,39 +201,24 @@ def test_an_overflow_gives_zeros(size, cause):
     assert by_cause(norms.statistic_overflows, wrong_rows(right, right)) == {}
 
 
-# Statistics of each row: a scatter is rounding, a rule is none.
-
-NOISE = random(ROWS, 1, 1, seed=3)
+HALF = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("change", "dtype", "is_coarse"),
+    ("cause", "scale_of", "change"),
     [
-        (lambda s: s * (1 + 0.003 * NOISE), torch.float32, True),
-        (lambda s: s * (1 + 0.9 * 2**-6 * NOISE / NOISE.abs().max()), torch.float32, True),
-        (lambda s: s * (1 + 1.1 * 2**-6 * NOISE / NOISE.abs().max()), torch.float32, False),
-        (lambda s: s * (1 + 0.1 * NOISE), torch.float32, False),
-        (lambda s: s * (1 + 1e-3 * s / s.max()), torch.float32, False),  # grows with the mean of the squares
-        (lambda s: s * (1.003 + 0.0002 * NOISE), torch.float32, False),  # all rows are off alike
-        (lambda s: s * (1.04 + 0.02 * NOISE.abs().clamp(max=1)), torch.bfloat16, False),  # most of it is an eps
+        ("`torch.rsqrt(variance + self.variance_epsilon)` is rounded to bfloat16", lambda scale: scale.to(HALF), None),
+        ("`hidden_states.to(torch.float32)` is rounded to bfloat16", lambda scale: scale, lambda x: x.to(HALF)),
     ],
 )
-def test_a_statistic_of_each_row(change, dtype, is_coarse):
-    right = Norm()
-    explanation = named(right, statistic(change)(right), dtype=dtype)
-    assert explanation.is_cause == is_coarse
-    if is_coarse:
-        assert explanation.cause == "the norm's variance is computed in a lower precision"
-
-
-def test_rows_that_point_the_other_way_or_are_too_few_have_no_statistic():
-    right = Norm()
-    turned = right(X)
-    turned[4] *= -1
-    assert by_cause(norms.own_statistic, wrong_rows(right, turned)) == {}
-    few = wrong_rows(right, statistic(lambda s: s * (1 + 0.003 * NOISE))(right)).take(torch.arange(7))
-    (hypothesis,) = by_cause(norms.own_statistic, few).values()
-    assert not hypothesis.is_cause
+def test_a_part_of_a_norm_in_a_lower_precision(bench, cause, scale_of, change):
+    """HF's code says which part it is."""
+    norm, x = "model.layers.1.input_layernorm", bench.tap("model.layers.0.output")
+    x = x if change is None else change(x).double()
+    scale = (x.square().mean(-1, keepdim=True) + bench.config.rms_norm_eps).rsqrt()
+    explanation = bench.explain(norm, x * scale_of(scale).double() * bench.weight(norm))
+    assert cause in explanation.cause
+    assert explanation.is_cause
 
 
 # What is fitted, at both sides of its limits.

@@ -233,7 +233,6 @@ def test_a_step_whose_rows_are_not_in_the_pool_has_no_first_one(of, monkeypatch)
 @pytest.mark.parametrize("kind", [Kind.OTHER, Kind.ATTENTION, Kind.EMBEDDING])
 def test_rows_of_what_is_not_computed_row_by_row_are_not_looked_for(of, kind):
     assert by_cause(generic.row_of_another, of(RIGHT, kind=kind)) == {}
-    assert by_cause(generic.inputs_in_lower_precision, of(RIGHT, kind=kind)) == {}
     assert by_cause(generic.another_input, of(RIGHT, kind=kind)) == {}
 
 
@@ -378,13 +377,6 @@ def test_few_elements_of_what_was_cut_off_are_larger(num_larger, how):
     actual[0, up] = expected.to(torch.bfloat16).double()[0, up]
     (hypothesis,) = generic.rounded_output(failure_of(Operation(tap="x", kind=Kind.OTHER), actual, expected))
     assert hypothesis.cause.startswith(f"the output is {how} to bfloat16")
-
-
-def test_inputs_in_16_bits(of):
-    expected = {
-        f"its input is rounded to {name}": y(X.to(getattr(torch, name)).double()) for name in ("bfloat16", "float16")
-    }
-    assert_outputs(generic.inputs_in_lower_precision, of(RIGHT), expected)
 
 
 @pytest.mark.parametrize(("is_known", "is_cause"), [(True, True), (False, False)])
