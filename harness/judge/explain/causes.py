@@ -123,7 +123,6 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         router.other_tokens,
         router.other_choice,
         router.choice_by_other_scores,
-        router.choice_of_another_row,
     ),
     # For example: a linear layer with an adapter, the experts of a layer, a scan.
     Kind.OTHER: (

@@ -1,18 +1,14 @@
 """A mixture of experts is wrong: other experts, other weights of them, one wrong expert, or the shared expert."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import permutations
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 from harness.judge.compare.evidence import MAX_ROWS
-from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, hypotheses
 from harness.judge.explain.experts.mixture import (
     Mixture,
-    changed,
     experts_of,
     mixture_of,
     others_like,
@@ -34,13 +30,6 @@ _MOST = 0.5
 """Share of the rows of a wrong expert that are wrong, at least: where its weight is small, rounding hides it."""
 _OFTEN = 0.25
 """Share of the rows of an expert that may be right though its output is lost: where its weight is small."""
-_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "SiLU": functional.silu,
-    "GELU": functional.gelu,
-    "GELU (tanh)": lambda x: functional.gelu(x, approximate="tanh"),
-    "ReLU": functional.relu,
-    "left out": lambda x: x,
-}
 
 
 def wrong_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -49,9 +38,9 @@ def wrong_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
     Causes: experts *n* and *n* are swapped; the numbers of the experts are off by *n*; in another order; the output of
     experts *n*, ... is not added; only the first of the chosen experts is added; added without the router's weights,
     with each other's, twice, or on the input (on the output, where they belong on the input); the experts, or one of
-    them, are those of another layer or expert; gate and up are swapped; the activation is *name*; the output of expert
-    *n* is scaled by *value*; expert *n* is another than that of the checkpoint (all wrong rows chose it, and by no
-    chance). Not asserted: some rows lack the output of experts that they chose.
+    them, are those of another layer or expert; the output of expert *n* is scaled by *value*; expert *n* is another
+    than that of the checkpoint (all wrong rows chose it, and by no chance). Not asserted: some rows lack the output of
+    experts that they chose.
     """
     mixture = mixture_of(wrong)
     if mixture is None:
@@ -65,11 +54,14 @@ def wrong_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
         yield from _one_otherwise(mixture, expert)
         return  # what concerns all rows would show in those of other experts
     yield from _weights_otherwise(mixture) if mixture.scores is None else _scores_otherwise(mixture, mixture.scores)
-    yield from _choices_otherwise(mixture)
-    yield from _all_otherwise(mixture)
+    for operation in others_like(wrong):
+        with wrong.hf.exactly(operation.module):
+            output = mixture.run(experts_of(wrong, operation))
+        yield Hypothesis(cause=f"the experts are those of {operation.tap}", output=output)
 
 
 def _weights_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
+    """Other weights than the router's, or fewer experts; or the weights are where they do not belong."""
     weights_RC, count = mixture.weights, mixture.weights.shape[1]
     total = weights_RC.sum(dim=1, keepdim=True)
     tried = {
@@ -79,17 +71,19 @@ def _weights_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
         "the router's weights are normalised to a sum of one before the experts' outputs are added": weights_RC / total,
         "every expert of a row is given the weight of the first": weights_RC[:, :1].expand_as(weights_RC),
     }
-    if count <= _MAX_ORDERED:
-        for order in list(permutations(range(count)))[1:]:
-            tried[f"the experts of a row are given each other's weights, in the order {list(order)}"] = weights_RC[
-                :, order
-            ]
-    for cause, weights in tried.items():
-        yield Hypothesis(cause=cause, output=mixture.mixed(mixture.spread(weights)))
+    for order in list(permutations(range(count)))[1:] if count <= _MAX_ORDERED else ():
+        cause = f"the experts of a row are given each other's weights, in the order {list(order)}"
+        tried[cause] = weights_RC[:, order]
+    for kept in range(1, count):
+        whose = "the first of the chosen experts" if kept == 1 else f"the first {kept} of the chosen experts"
+        first = weights_RC * (torch.arange(count) < kept)
+        tried[f"only {whose} is added"] = first
+        tried[f"only {whose} is added, with weights that are normalised again"] = first / first.sum(1, keepdim=True)
+    yield from hypotheses({cause: mixture.mixed(mixture.spread(weights)) for cause, weights in tried.items()})
     with mixture.wrong.hf.exactly():
         parts = [
             run_experts(
-                mixture.module, mixture.x * weights_RC[:, at, None], mixture.chosen[:, [at]], torch.ones_like(total)
+                mixture.module, mixture.x * weights_RC[:, [at]], mixture.chosen[:, [at]], torch.ones_like(total)
             )
             for at in range(count)
         ]
@@ -119,18 +113,6 @@ def _scores_otherwise(mixture: Mixture, scores: torch.Tensor) -> Iterator[Hypoth
         }
     tried |= {"the shared expert is not added": experts, "the routed experts are not added": base}
     yield from hypotheses(tried)
-
-
-def _choices_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
-    """Fewer of the chosen experts are added, with their own weights or with weights that make up for it."""
-    weights_RC, count = mixture.weights, mixture.weights.shape[1]
-    for kept in range(1, count):
-        weights = weights_RC * (torch.arange(count) < kept)
-        whose = "the first of the chosen experts" if kept == 1 else f"the first {kept} of the chosen experts"
-        yield Hypothesis(cause=f"only {whose} is added", output=mixture.mixed(mixture.spread(weights)))
-        again = weights / weights.sum(dim=1, keepdim=True)
-        cause = f"only {whose} is added, with weights that are normalised again"
-        yield Hypothesis(cause=cause, output=mixture.mixed(mixture.spread(again)))
 
 
 def _other_experts(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
@@ -192,33 +174,18 @@ def _left_out(mixture: Mixture, used: torch.Tensor) -> Iterator[Hypothesis]:
         )
 
 
-def _all_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
-    """The experts are those of another layer, or all compute something else with their weights."""
-    wrong = mixture.wrong
-    for operation in others_like(wrong):
-        with wrong.hf.exactly(operation.module):
-            output = mixture.run(experts_of(wrong, operation))
-        yield Hypothesis(cause=f"the experts are those of {operation.tap}", output=output)
-    for cause, output in _computed_otherwise(mixture, mixture.run):
-        yield Hypothesis(cause=cause, output=output)
-
-
 def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
-    """One expert is that of another layer, or computes something else with its weights, or its weights are others."""
+    """One expert is that of another layer, or has the weights of another, or its output is scaled."""
     wrong, weight = mixture.wrong, mixture.table[:, expert, None]
     for operation in others_like(wrong):
         with wrong.hf.exactly(operation.module):
             part = one_expert(experts_of(wrong, operation), mixture.x, expert)
         cause = f"the weights of expert {expert} are those of expert {expert} of {operation.tap}"
         yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, part))
-    for replacement in range(mixture.num_experts):
+    for replacement, part in enumerate(mixture.outputs):
         if replacement != expert:
             cause = _moved({expert: replacement}, mixture.num_experts)
-            yield Hypothesis(
-                cause=cause, output=mixture.with_part_of(expert, mixture.outputs[replacement]), num_fitted=1
-            )
-    for cause, part in _computed_otherwise(mixture, lambda: mixture.part_of(expert)):
-        yield Hypothesis(cause=f"in expert {expert}, {cause}", output=mixture.with_part_of(expert, part))
+            yield Hypothesis(cause=cause, output=mixture.with_part_of(expert, part), num_fitted=1)
     part = weight * mixture.outputs[expert]
     factor = 1 + wrong.factor_of(part, wrong.expected)
     if abs(factor) > _NOTHING:
@@ -231,49 +198,6 @@ def _one_otherwise(mixture: Mixture, expert: int) -> Iterator[Hypothesis]:
         output=wrong.actual,
         is_fallback=True,
     )
-
-
-def _computed_otherwise(mixture: Mixture, run: Callable[[], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield causes, and what comes of the experts under them."""
-    module = mixture.module
-    with mixture.wrong.hf.exactly():
-        if (exchange := _gate_and_up_exchanged(module)) is not None:
-            with changed(module, exchange):
-                yield "gate and up are swapped", run()
-        activation = getattr(module, "act_fn", None)
-        if isinstance(activation, nn.Module):
-            for name, function in _ACTIVATIONS.items():
-                if not torch.equal(function(mixture.x), activation(mixture.x)):
-                    with replaced(module, "act_fn", _Function(function)):
-                        yield f"the activation is {name}", run()
-
-
-def _gate_and_up_exchanged(module: nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
-    """Return what exchanges both halves of the first product's weight; None if a module has no such."""
-    parameters = dict(module.named_parameters(recurse=False))
-    if not {"gate_up_proj", "down_proj"} <= parameters.keys():
-        return None
-    inner = set(parameters["down_proj"].shape[1:])
-    sizes = [size // 2 for size in parameters["gate_up_proj"].shape[1:] if size % 2 == 0 and size // 2 in inner]
-    if len(sizes) != 1:
-        return None
-
-    def exchange(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not name.startswith("gate_up_proj"):
-            return tensor
-        dim = next(at for at, size in enumerate(tensor.shape) if at and size == 2 * sizes[0])
-        return tensor.roll(sizes[0], dims=dim)
-
-    return exchange
-
-
-class _Function(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._function(x)
 
 
 def _is_often_right(mixture: Mixture, expert: int, recorded: torch.Tensor) -> bool:

@@ -70,10 +70,6 @@ class Mixture(_Call):
         """Return [R, D] where one expert gives `output` [R, D]."""
         return self.wrong.expected + self.table[:, expert, None] * (output - self.outputs[expert])
 
-    def part_of(self, expert: int) -> torch.Tensor:
-        """Return the module's output if each row is routed to one expert with weight 1: [R, D]."""
-        return one_expert(self.module, self.x, expert)
-
     def run(self, module: nn.Module | None = None) -> torch.Tensor:
         """Return what the module, or another of its shape, gives now: [R, D]."""
         return self.base + run_experts(module or self.module, self.x, self.chosen, self.weights)

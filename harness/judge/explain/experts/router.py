@@ -13,7 +13,7 @@ import torch
 from harness.formats.recording import Recording
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.align import is_readback
-from harness.judge.explain.core.formats import rounded
+from harness.judge.explain.core.formats import HALF_DTYPES, name_of, rounded
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered
 from harness.results.check import Explanation
 
@@ -43,23 +43,31 @@ def other_choice(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
     Causes: the experts with the lowest scores are chosen; the choice begins at the second; the best expert is chosen
     for every place; every row is sent to the same experts; the numbers of the experts are one too high or low; the
-    experts are chosen by scores in *dtype*; wrong top-k: a row has *n* chosen experts, and should have *n*.
+    experts are chosen by scores in *dtype*; the experts are those of another row, one position away; wrong top-k: a row
+    has *n* chosen experts, and should have *n*.
     """
-    if wrong.operation.among_tokens:  # no experts
+    if wrong.operation.among_tokens or not wrong.operation.inputs:  # no experts, or nothing that they are chosen by
         return
     scores, count = wrong.inputs[0].flatten(1), wrong.expected.shape[1]
     order = scores.argsort(dim=1, descending=True)
+    best = order[:, :count]
     yield choice(wrong, "the experts with the lowest scores are chosen", order.flip(1)[:, :count])
     if order.shape[1] > count:
         yield choice(wrong, "the best expert is passed over: the choice begins at the second", order[:, 1 : count + 1])
     yield choice(wrong, "the best expert is chosen for every place", order[:, :1].expand(-1, count))
     if _is_one_choice(wrong):
         yield choice(wrong, "every row is sent to the same experts", wrong.actual[:1].long().expand(len(scores), -1))
-    yield choice(wrong, "the numbers of the experts are one too high", order[:, :count] + 1)
-    yield choice(wrong, "the numbers of the experts are one too low", order[:, :count] - 1)
-    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+    yield choice(wrong, "the numbers of the experts are one too high", best + 1)
+    yield choice(wrong, "the numbers of the experts are one too low", best - 1)
+    for dtype in HALF_DTYPES:
         coarse = rounded(scores, dtype).argsort(dim=1, descending=True, stable=True)[:, :count]
-        yield choice(wrong, f"the experts are chosen by scores in {name}", coarse)
+        yield choice(wrong, f"the experts are chosen by scores in {name_of(dtype)}", coarse)
+    for shift in (-1, 1):
+        there = replace(wrong.rows, position=(wrong.positions + shift).clamp(min=0))
+        theirs = gathered(wrong.locator, wrong.operation.inputs[0], there)
+        if theirs is not None:
+            cause = f"the experts are those of another row, {shift:+d} positions away"
+            yield choice(wrong, cause, theirs.topk(count).indices)
 
 
 def _is_one_choice(wrong: WrongOperation) -> bool:
@@ -77,38 +85,21 @@ def choice_by_other_scores(wrong: WrongOperation) -> Iterator[Hypothesis]:
     without its groups, or with the sign of its bias turned.
     """
     logits = None if wrong.operation.among_tokens else logits_of(wrong)
-    if logits is None:
+    bias = None if logits is None else bias_of(wrong)
+    if logits is None or bias is None:
         return
     count = wrong.expected.shape[1]
-    bias = bias_of(wrong)
     for name, score in SCORES.items():
         plain = score(logits)
-        if bias is not None:
-            cause = "the router's bias is left out of the choice, or its groups are"
-            yield choice(wrong, cause, plain.topk(count).indices)
-            if len(wrong.operation.shape) > 1:  # the best of each group
-                groups, num_groups_chosen = wrong.operation.shape[-2:]
-                best = plain.unflatten(1, (groups, -1)).topk(num_groups_chosen).indices.flatten(1)
-                yield choice(wrong, "the router's bias is left out of the choice", best)
-            for sign, which in ((1, "without its groups"), (-1, "with the sign of its bias turned")):
-                biased = plain + sign * bias
-                yield choice(wrong, f"the router chooses by {name} {which}", biased.topk(count).indices)
-
-
-def choice_of_another_row(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The indices are those of the row before or after.
-
-    Causes: the experts are those of another row, one position away.
-    """
-    if wrong.operation.among_tokens or not wrong.operation.inputs:
-        return
-    tap, count = wrong.operation.inputs[0], wrong.expected.shape[1]
-    for shift in (-1, 1):
-        at = (wrong.positions + shift).clamp(min=0)
-        logits = gathered(wrong.locator, tap, replace(wrong.rows, position=at))
-        if logits is not None:
-            cause = f"the experts are those of another row, {shift:+d} positions away"
-            yield choice(wrong, cause, logits.topk(count).indices)
+        cause = "the router's bias is left out of the choice"
+        yield choice(wrong, f"{cause}, or its groups are", plain.topk(count).indices)
+        if len(wrong.operation.shape) > 1:  # the best of each group
+            groups, num_groups_chosen = wrong.operation.shape[-2:]
+            best = plain.unflatten(1, (groups, -1)).topk(num_groups_chosen).indices.flatten(1)
+            yield choice(wrong, cause, best)
+        for sign, which in ((1, "without its groups"), (-1, "with the sign of its bias turned")):
+            biased = plain + sign * bias
+            yield choice(wrong, f"the router chooses by {name} {which}", biased.topk(count).indices)
 
 
 def choice(wrong: WrongOperation, cause: str, chosen: torch.Tensor) -> Hypothesis:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind, Operation
+from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.experts import experts, mixture
 from harness.judge.explain.experts.mixture import mixture_of
-from harness.oracle.experts import num_experts
+from harness.oracle.experts import arguments_of, num_experts, run_experts
 
 from ..toys import ToyModel, by_cause, failure_of, random, recorded
 
@@ -28,11 +29,11 @@ ROWS = 12
 class Experts(nn.Module):
     """As most of HF's families have them."""
 
-    def __init__(self, seed, act=None):
+    def __init__(self, seed):
         super().__init__()
         self.gate_up_proj = nn.Parameter(random(E, 2 * F, D, seed=seed))
         self.down_proj = nn.Parameter(random(E, D, F, seed=seed + 1))
-        self.act_fn = act or nn.SiLU()
+        self.act_fn = nn.SiLU()
 
     def forward(self, x, chosen, weights):
         parts = [
@@ -53,12 +54,11 @@ CHOSEN = torch.tensor(PAIRS)
 ROUTING = random(ROWS, C, seed=22).abs() + 0.2
 
 
-def expert(number, row, module=RIGHT_EXPERTS, act=torch.nn.functional.silu, *, is_swapped=False):
+def expert(number, row, module=RIGHT_EXPERTS):
     """One expert of one row, an element at a time."""
     weight, down = module.gate_up_proj[number].tolist(), module.down_proj[number].tolist()
     products = [sum(w * v for w, v in zip(out, row.tolist(), strict=True)) for out in weight]
-    gate, up = (products[F:], products[:F]) if is_swapped else (products[:F], products[F:])
-    inner = [float(act(torch.tensor(g, dtype=torch.float64))) * u for g, u in zip(gate, up, strict=True)]
+    inner = [g / (1 + math.exp(-g)) * u for g, u in zip(products[:F], products[F:], strict=True)]
     return torch.tensor([sum(w * v for w, v in zip(out, inner, strict=True)) for out in down], dtype=torch.float64)
 
 
@@ -135,14 +135,6 @@ def test_weights_and_choices_that_are_used_otherwise(of):
             torch.stack((torch.ones(ROWS), torch.zeros(ROWS)), dim=1)
         ),
         f"the experts are those of {FAR_TAP}": mixed(one=lambda n, row: expert(n, row, FAR)),
-        "gate and up are swapped": mixed(one=lambda n, row: expert(n, row, is_swapped=True)),
-        **{
-            f"the activation is {name}": mixed(one=lambda n, row, act=act: expert(n, row, act=act))
-            for name, act in {
-                "GELU": nn.functional.gelu, "GELU (tanh)": nn.GELU(approximate="tanh"), "ReLU": torch.relu,
-                "left out": lambda x: x,
-            }.items()
-        },
     }  # fmt: skip
     hypotheses = check(of(), expected)
     assert set(hypotheses) == set(expected)
@@ -299,17 +291,10 @@ def test_one_expert_that_computes_something_else(of):
     def changed(one):
         return alone(of, one).actual
 
-    acts = {
-        "GELU": nn.functional.gelu, "GELU (tanh)": nn.GELU(approximate="tanh"), "ReLU": torch.relu,
-        "left out": lambda x: x,
-    }  # fmt: skip
     expected = {
         f"the weights of expert 2 are those of expert 2 of {FAR_TAP}": changed(lambda n, row: expert(n, row, FAR)),
         **{f"expert 2 is computed with the weights of expert {at}": changed(lambda n, row, at=at: expert(at, row))
            for at in (0, 1, 3)},
-        "in expert 2, gate and up are swapped": changed(lambda n, row: expert(n, row, is_swapped=True)),
-        **{f"in expert 2, the activation is {name}": changed(lambda n, row, act=act: expert(n, row, act=act))
-           for name, act in acts.items()},
     }  # fmt: skip
     failure = alone(of, lambda n, row: torch.ones(D, dtype=torch.float64))
     hypotheses = check(failure, expected)
@@ -422,38 +407,29 @@ def test_the_number_of_experts_is_that_of_its_three_dimensional_tensors():
     assert num_experts(module) == 5
 
 
-def test_the_halves_of_a_stacked_weight():
-    """They can be told where only one dimension is twice as long as the inner one."""
-    exchange = experts._gate_and_up_exchanged(RIGHT_EXPERTS)
-    weight = RIGHT_EXPERTS.gate_up_proj.detach()
-    torch.testing.assert_close(exchange("gate_up_proj", weight), torch.cat((weight[:, F:], weight[:, :F]), dim=1))
-    bias = random(E, 2 * F)
-    torch.testing.assert_close(exchange("gate_up_proj_bias", bias), torch.cat((bias[:, F:], bias[:, :F]), dim=1))
-    assert exchange("down_proj", weight) is weight
-    module = nn.Module()
-    assert experts._gate_and_up_exchanged(module) is None
-    module.gate_up_proj = nn.Parameter(torch.zeros(E, 8, 8))
-    assert experts._gate_and_up_exchanged(module) is None
-    module.down_proj = nn.Parameter(torch.zeros(E, 8, 4))
-    assert experts._gate_and_up_exchanged(module) is None, "each dimension may be it"
-    module.gate_up_proj, module.down_proj = (nn.Parameter(torch.zeros(E, *shape)) for shape in ((7, 6), (3, 7)))
-    turned = random(E, 7, 6)
-    exchanged = experts._gate_and_up_exchanged(module)("gate_up_proj", turned)
-    torch.testing.assert_close(exchanged, torch.cat((turned[..., 3:], turned[..., :3]), dim=2))
-
-
 def test_a_model_is_as_it_was_afterwards(of):
     before = {name: tensor.clone() for name, tensor in RIGHT_EXPERTS.named_parameters()}
-    act = RIGHT_EXPERTS.act_fn
     list(experts.wrong_experts(of()))
-    assert RIGHT_EXPERTS.act_fn is act
     assert all(torch.equal(tensor, before[name]) for name, tensor in RIGHT_EXPERTS.named_parameters())
 
 
-def test_an_activation_of_the_models_own_is_no_cause(of):
-    module = Experts(1, nn.ReLU())
-    expected = mixed(one=lambda n, row: expert(n, row, act=torch.relu))
-    causes = by_cause(experts.wrong_experts, of(module=module, expected=expected))
-    assert "the activation is SiLU" in causes
-    assert "the activation is ReLU" not in causes
-    assert math.isclose(float(causes["the activation is SiLU"].output[0, 0]), float(mixed()[0, 0]))
+@pytest.mark.parametrize(
+    ("cause", "change"),
+    [
+        ("gate and up are swapped", lambda held: replaced(held.gate_up_proj, "data", exchanged(held.gate_up_proj))),
+        ("the activation is GELU", lambda held: replaced(held, "act_fn", nn.GELU())),
+    ],
+)
+def test_what_all_experts_compute_is_a_change_of_hfs_code(bench_of, cause, change):
+    bench = bench_of("qwen3-moe-tiny")
+    operation = bench.hf.graph["model.layers.0.mlp.experts"]
+    arguments = arguments_of(bench.hf.graph, operation, [bench.tap(tap) for tap in operation.inputs])
+    with bench.hf.exactly(operation.module), change(bench.hf.module(operation.module)):
+        rows = run_experts(bench.hf.module(operation.module), *arguments)
+    explanation = bench.explain(operation.tap, rows)
+    assert cause in explanation.cause
+    assert explanation.is_cause
+
+
+def exchanged(weight_E2FD):
+    return weight_E2FD.roll(weight_E2FD.shape[1] // 2, dims=1)
