@@ -126,11 +126,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
     ),
     # For example: a linear layer with an adapter, the experts of a layer, a scan.
     Kind.OTHER: (
-        lora.adapter_left_out,
-        lora.adapter_scaled,
-        lora.adapter_transposed,
-        lora.adapter_of_another,
-        lora.outputs_of_adapter_in_another_order,
+        lora.wrong_adapter,
         *_EMBEDDING,
         embedding.misplaced,
         experts.wrong_experts,
