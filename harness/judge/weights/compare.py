@@ -19,6 +19,8 @@ from harness.results.weights import TensorDifference, WeightsResult
 
 _LOOSE = 0.1
 """Relative error up to which a slice of a vector counts as another vector."""
+_MOST_NAMES = 4
+"""Tensors under other names that are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +198,10 @@ def compare_weights(first: Any, second: Any, *, before: Any = None, local_files_
     settings, not_compared = different_settings(one.folder, two.folder)
     pairs, only_first, only_second = match(one, two)
     _drop_tied(one, two, only_first, only_second)
+    moves = [f"{pair.whole} is {pair}" for pair in pairs if str(pair) != pair.whole]
+    if moves:
+        what = f"the places of {len(moves)} tensors that were found by their values under other names"
+        not_compared += (f"{what}: {', '.join(moves[:_MOST_NAMES])}{', ...' if moves[_MOST_NAMES:] else ''}",)
     tensors, moved, total = [], 0.0, 0.0
     for pair in pairs:
         difference, dot, norm = _difference(pair, one, two, old)
@@ -235,8 +241,9 @@ def _difference(
     gap = (a - b).abs()
     apart = a != b
     if first.dtype != second.dtype:
-        eps = max(torch.finfo(item.dtype).eps for item in (first, second) if item.is_floating_point())
-        apart &= gap > eps * torch.maximum(a.abs(), b.abs())
+        size = torch.maximum(a.abs(), b.abs())
+        kinds = [torch.finfo(item.dtype) for item in (first, second) if item.is_floating_point()]
+        apart &= gap > sum(kind.eps / 2 * size.clamp(min=kind.tiny) for kind in kinds)
     apart |= a.isnan() | b.isnan()  # on both sides, too: nothing can be computed with them
     dot, norm = _update(pair, a, b, old)
     difference = TensorDifference(

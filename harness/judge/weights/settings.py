@@ -1,11 +1,13 @@
 """What the settings of two checkpoints differ in: the same tensors compute something else, or end elsewhere."""
 
+import filecmp
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from harness.formats.checkpoint import Checkpoint
 from harness.formats.checkpoint.checkpoint import CONFIG_NAME, read_table
 from harness.formats.checkpoint.converted import read_info
 
@@ -37,7 +39,19 @@ def different_settings(first: Path | None, second: Path | None) -> tuple[tuple[s
         return (), ("config and tokenizer: both weights must be folders in HuggingFace's layout",)
     there = [name for name in _FREE if all((folder / name).is_file() for folder in folders)]
     differing = [words for name in there for words in _differences(f"{name}: ", *(_table(f, name) for f in folders))]
-    return tuple(differing), tuple(f"{name}: not both folders have one" for name in _FREE if name not in there)
+    return tuple(differing), tuple(_not_compared(folders, there))
+
+
+def _not_compared(folders: Sequence[Path], compared: Collection[str]) -> Iterator[str]:
+    """Say of each other file whether both folders have it and whether its bytes differ: templates, code, more weights."""
+    weights = {shard.name for folder in folders for shard in Checkpoint(folder).shards}
+    names = {file.name for folder in folders for file in folder.iterdir() if file.is_file()}
+    for name in sorted((names | _FREE.keys()) - {*compared, *weights}):
+        files = [folder / name for folder in folders]
+        if not all(file.is_file() for file in files):
+            yield f"{name}: not both folders have one"
+        elif not filecmp.cmp(*files, shallow=False):
+            yield f"{name}: its bytes differ"
 
 
 def _table(folder: Path, name: str) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Weights against weights: names, fusions and shards by content, and how much of an update arrived."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -111,6 +112,8 @@ def test_fused_and_sharded_tensors_are_found_by_content(tensors):
     )
     assert places["model.layers.1.self_attn.v_proj.bias"].startswith("model.layers.1.self_attn.qkv_proj.bias, rows ")
     assert places["model.layers.0.mlp.down_proj.weight.1"].startswith("model.layers.0.mlp.down_proj.weight, columns ")
+    renamed = sum(tensor.counterpart != tensor.name for tensor in result.tensors)
+    assert f"the places of {renamed} tensors that were found by their values" in weights_text(result)
 
 
 def test_a_stale_slice_is_named(tensors):
@@ -137,6 +140,20 @@ def test_another_dtype_may_round(tensors):
     assert compare_weights(tensors, rounded).outcome is Outcome.PASS
     result = compare_weights(moved(tensors, 0.1), rounded)
     assert result.outcome is Outcome.MISMATCH
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_another_dtype_rounds_to_nearest(dtype):
+    """Numbers below the smallest normal one, too. One that is cut off is up to two such roundings away."""
+    weights = {
+        "a": torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-8, 0).repeat(512)
+    }
+    rounded = weights["a"].to(dtype)
+    assert compare_weights(weights, {"a": rounded}).outcome is Outcome.PASS
+    codes = rounded.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    step = (codes - (rounded.float().abs() > weights["a"].abs()).to(codes.dtype)).view(dtype)
+    assert (step.float().abs() <= weights["a"].abs()).all()
+    assert compare_weights(weights, {"a": step}).outcome is Outcome.MISMATCH
 
 
 def test_one_bit_of_the_same_dtype_is_a_difference(tensors):
@@ -186,6 +203,21 @@ def test_nan_on_both_sides_is_a_difference():
     weights = {"a": torch.tensor([1.0, float("nan")])}
     result = compare_weights(weights, {"a": weights["a"].clone()})
     assert (result.outcome, result.tensors[0].num_different) == (Outcome.MISMATCH, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "modeling_x.py", "model-extra.safetensors", "adapter_config.json"]
+)
+def test_other_files_that_differ_are_said(tmp_path, name):
+    folders = [tmp_path / side for side in "ab"]
+    for folder in folders:
+        shutil.copytree(resolve("qwen2-tiny"), folder)
+    (folders[0] / name).write_text("{}")
+    assert f"{name}: not both folders have one" in compare_weights(*folders).not_compared
+    (folders[1] / name).write_text('{"a": 1}')
+    assert f"{name}: its bytes differ" in compare_weights(*folders).not_compared
+    shutil.copy(folders[0] / name, folders[1])
+    assert compare_weights(*folders).not_compared == ()
 
 
 @pytest.mark.parametrize(
