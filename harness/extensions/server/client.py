@@ -45,6 +45,7 @@ class Client:
         """Requests that were sent another time."""
         self.waited_s = 0.0
         """Seconds between tries."""
+        self._num_bodies, self._fields = 0, set[str]()
 
     async def __aenter__(self) -> Self:
         headers = {"accept": "application/json", "accept-encoding": "identity"} | (
@@ -63,6 +64,12 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.aclose()
+
+    @property
+    def not_asked(self) -> str:
+        """What no request was, so that nothing is known of it."""
+        fields = ", ".join(sorted(self._fields))
+        return f"lists of prompts, another client, more than {self._num_bodies:,} requests, other fields than {fields}"
 
     async def get(self, path: str) -> Any:
         """Return a page's JSON; raises HarnessError as `post`."""
@@ -138,6 +145,8 @@ class Client:
     async def _opened(self, method: str, path: str, body: Mapping[str, Any] | None) -> AsyncIterator[httpx.Response]:
         """Send a request, and turn all that happens to it into errors."""
         begin = time.perf_counter()
+        self._num_bodies += body is not None
+        self._fields.update(body or ())
         try:
             async with self._http.stream(method, path, json=body) as response:
                 if not response.is_success:

@@ -48,7 +48,7 @@ class Way(StrEnum):
     PROMPT = "prompt"
     """With log probabilities of the prompt, for one new token."""
     PLAIN = "plain"
-    """Without a field that asks for log probabilities or ids of tokens, as clients do."""
+    """Without a field that asks for log probabilities or ids of tokens, as clients do; every second one is a stream."""
     TEXT = "text"
     """The same, with the prompt's text in the place of its tokens."""
     SEVERAL = "several"
@@ -93,6 +93,8 @@ class Sender:
     client: Client
     dialect: Dialect
     names: TokenNames
+    streams: bool = False
+    """Whether every second request without log probabilities is a stream."""
     firsts: dict[int, Completion] = field(default_factory=dict)
     """First answers to the prompts that are sent again."""
 
@@ -128,7 +130,7 @@ class Sender:
         try:
             dialect = self.dialect.plain(as_text=way is Way.TEXT) if way in _OF_TEXT else self.dialect
             body = dialect.body(ids, max_tokens, self.names, with_prompt=way is Way.PROMPT)
-            if way is Way.STREAMED:
+            if way is Way.STREAMED or (way is Way.PLAIN and self.streams and number % 2):
                 answers = [join_events(await self.client.stream(COMPLETIONS, body))]
             elif way is Way.SEVERAL:
                 answers = choices_of(await self.client.post(COMPLETIONS, body | {"n": NUM_SEVERAL}), NUM_SEVERAL)
@@ -205,8 +207,7 @@ class ServerAnswers:
     names: TokenNames
     runs: tuple[ScheduledRequests, ...]
     """The first is of all prompts together."""
-    num_retries: int
-    waited_s: float
+    client: Client
 
 
 async def ask(
@@ -232,7 +233,7 @@ async def ask(
             prompts=plan.prompts, begin=num_again, eos=eos, num_top=probed.dialect.num_top, add_walks=add_walks
         )
         requests = _Requests(
-            sender=Sender(client=client, dialect=probed.dialect, names=names),
+            sender=Sender(client=client, dialect=probed.dialect, names=names, streams=probed.has("streaming")),
             prompts=list(enumerate(plan.prompts)),
             num_again=min(num_again, len(plan.prompts)),
             ways=tuple(_other_ways(probed, names)),
@@ -241,9 +242,7 @@ async def ask(
         )
         runs = await requests.send()
         blocks.add(range(requests.num_again), [sent for run in runs for sent in run.sent])
-        return ServerAnswers(
-            probed=probed, names=names, runs=runs, num_retries=client.num_retries, waited_s=client.waited_s
-        )
+        return ServerAnswers(probed=probed, names=names, runs=runs, client=client)
 
 
 def _other_ways(probed: Probed, names: TokenNames) -> Iterator[Way]:

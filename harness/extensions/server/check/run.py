@@ -11,6 +11,7 @@ from harness.extensions.server.address import Address
 from harness.extensions.server.check.judge import JudgedCompletion, Promised, judge
 from harness.extensions.server.check.requests import ScheduledRequests, Sent, Way, ask
 from harness.extensions.server.check.result import EndpointResult, ScheduleResult
+from harness.extensions.server.client import Client
 from harness.extensions.server.completion import Completion
 from harness.extensions.server.logprobs import is_number
 from harness.extensions.server.names import TokenNames
@@ -64,8 +65,9 @@ def check_endpoint(
         all_s=time.perf_counter() - begin,
         notes=(
             *plan.notes,
-            *_notes(probed, results, asked.num_retries, asked.waited_s),
-            _not_asked(probed, runs, address.concurrency),
+            *_notes(probed, results, asked.client),
+            f"{_not_asked(probed, runs, address.concurrency)}, {asked.client.not_asked}",
+            "not judged: other fields of answers than tokens, text, log probabilities, ends and counts",
         ),
     )
 
@@ -186,9 +188,11 @@ def _not_asked(probed: Probed, runs: Sequence[ScheduledRequests], concurrency: i
     unasked = [what for way, what in _WAYS.items() if way not in asked]
     unasked += [f"the models {', '.join(probed.other_models[:3])}"] if probed.other_models else []
     sent = [item for run in runs for item in run.sent]
+    plain = [item for run in runs for item in run.sent if run.way is Way.PLAIN]
     longest = max((len(item.prompt) for item in sent), default=0)
     most = max((len(item.result.token_ids) for item in sent if isinstance(item.result, Completion)), default=0)
     together = min(concurrency, max((len(run.sent) for run in runs), default=0))
+    unasked += ["streams without log probabilities"] if len(plain) < 2 else []
     unasked += ["chats", "temperatures above 0", f"prompts of more than {longest:,} tokens"]
     unasked += [f"more than {most:,} new tokens", f"more than {together} requests at once"]
     return f"not asked: {', '.join(unasked)}"
@@ -199,12 +203,12 @@ def _is_drawn(result: ScheduleResult) -> bool:
     return has_wrong_tokens and bool(result.logprobs) and all(logprobs.is_sound for logprobs in result.logprobs)
 
 
-def _notes(probed: Probed, results: Sequence[ScheduleResult], num_retries: int, waited_s: float) -> Iterator[str]:
+def _notes(probed: Probed, results: Sequence[ScheduleResult], client: Client) -> Iterator[str]:
     if not probed.has("logprobs"):
         yield "the server gives no log probabilities: tokens alone were judged, and a near-tie hides much"
     elif not any(result.logprobs for result in results):
         yield f"{Code.NOTHING_CHECKED}: no log probability could be judged"
     if any(_is_drawn(result) for result in results):
         yield "log probabilities are sound where tokens are not the likeliest: the server penalises or draws"
-    if num_retries:
-        yield f"{num_retries} requests were sent again, after {waited_s:.1f} s of waiting"
+    if client.num_retries:
+        yield f"{client.num_retries} requests were sent again, after {client.waited_s:.1f} s of waiting"

@@ -119,7 +119,7 @@ def run_load(
     for index, request in enumerate(requests):
         check_prompt(hf, request.prompt, index)
     names = TokenNames(plan.checkpoint, vocab_size=hf.vocab_size)
-    probed, num_retries, answers = asyncio.run(_send(plan, address, names, requests, report))
+    probed, num_retries, client, answers = asyncio.run(_send(plan, address, names, requests, report))
     run = ScheduledRequests(
         way=Way.STREAMED, sent=tuple(item.sent for item in answers), seconds=max(item.end_s for item in answers)
     )
@@ -148,14 +148,17 @@ def run_load(
         num_judged=len(truth),
         answers=judgement,
         truth_s=truth_s,
-        notes=tuple(_notes(probed, answers, len(truth), len(done), num_retries)),
+        notes=(
+            *_notes(probed, answers, len(truth), len(done), num_retries),
+            f"not asked: temperatures above 0, streams that the client leaves, {client.not_asked}",
+        ),
     )
 
 
 async def _send(
     plan: Plan, address: Address, names: TokenNames, requests: Sequence[LoadRequest], report: Progress
-) -> tuple[Probed, int, list[TimedAnswer]]:
-    """Return the probe's result, how often the probe was sent again, and the answers."""
+) -> tuple[Probed, int, Client, list[TimedAnswer]]:
+    """Return the probe's result, how often the probe was sent again, the client, and the answers."""
     report("probe", 0, 1)
     async with Client(replace(address, concurrency=1)) as client:
         probed = await probe(client, requests[0].prompt.token_ids, names, fallback_model=plan.case.model)
@@ -172,7 +175,7 @@ async def _send(
 
     probed.dialect = _plain(probed)
     async with Client(replace(address, retries=0)) as client:
-        return probed, num_retries, await _send_when_due(client, probed.dialect, names, requests, is_done)
+        return probed, num_retries, client, await _send_when_due(client, probed.dialect, names, requests, is_done)
 
 
 def _plain(probed: Probed) -> Dialect:

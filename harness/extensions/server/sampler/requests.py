@@ -26,7 +26,7 @@ _BIAS = 5.0
 _PLAIN_TOKENS, _MOTIF_TOKENS, _REPEATS = (6, 14), (3, 6), 2
 NOT_ASKED = (
     f"not asked: answers of more than {TOKENS} tokens, prompts of more than {_PLAIN_TOKENS[1]}, other values than "
-    "those of the table, and which different seeds draw alike"
+    "those of the table, which different seeds draw alike, streams, chats, several answers to a prompt"
 )
 """A prompt is a few random tokens, so that what follows is uncertain; for penalties fewer of them, twice, so that
 tokens that came are likely to come."""
@@ -207,6 +207,7 @@ Answers = dict[int, Completion | HarnessError]
 class SamplerAnswers:
     """The requests to a sampler, and its answers."""
 
+    client: Client
     hf: HFModel
     probed: Probed
     names: TokenNames
@@ -259,6 +260,7 @@ def ask_draws(
             alone = {request.number: await sender.answer(request) for request in chosen}
             again = await sender.send(chosen[::-1])
         return SamplerAnswers(
+            client=client,
             hf=hf,
             probed=probed,
             names=names,

@@ -167,7 +167,7 @@ class _Judged:
             could_miss=pooled.could_miss,
             no_change=pooled.no_change,
             findings=tuple(findings),
-            notes=(*_notes(results), NOT_ASKED),
+            notes=(*_notes(results), f"{NOT_ASKED}, {self._asked.client.not_asked}"),
             server_s=self._asked.seconds,
             truth_s=truth_s,
         )

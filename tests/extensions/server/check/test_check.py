@@ -20,7 +20,7 @@ from harness.extensions.server.probe import Probed, parameters
 from harness.results.check import Outcome
 
 from ..served import serve
-from .conftest import PROMPTS, asked_otherwise, changed, make_plan, reply
+from .conftest import PROMPTS, asked_otherwise, changed, changed_events, make_plan, reply
 
 WAYS = ["together", "repeated", "alone", "reversed", "continued", "streamed", "prompt", "plain", "text", "several"]
 
@@ -233,4 +233,25 @@ def test_what_was_not_asked_is_said_with_its_sizes(server, folder):
     result = check_endpoint(make_plan(folder, prompts=[[*range(3, 20)]], max_new_tokens=5), Address(url=url))
     (note,) = [note for note in result.notes if note.startswith("not asked: ")]
     # half of an answer is sent behind its prompt once more, and a prompt twice at once
-    assert note.endswith("prompts of more than 19 tokens, more than 5 new tokens, more than 2 requests at once"), note
+    assert "prompts of more than 19 tokens, more than 5 new tokens, more than 2 requests at once, " in note
+    assert "streams without log probabilities, chats, " in note
+    assert "lists of prompts, another client, more than " in note
+    fields = note.partition("other fields than ")[2].split(", ")
+    assert {"max_tokens", "prompt", "stop"} <= set(fields)
+    assert not {"user", "stream_options", "suffix"} & set(fields)
+
+
+def test_a_stream_without_log_probabilities_is_judged(plan, server):
+    """Most clients ask for one."""
+    app, url = server
+
+    async def garbled(choice, _number):
+        choice["text"] = "garbage"
+
+    async def spoil(inner, scope, receive, send, body):
+        is_plain = body.get("stream") and not body.keys() & {"logprobs", "return_token_ids"}
+        await (changed_events(garbled)(inner, scope, receive, send, body) if is_plain else inner(scope, receive, send))
+
+    app.spoil, app.spoils_all = spoil, True
+    result = check_endpoint(plan, Address(url=url, retries=0))
+    assert {run.schedule for run in result.runs if run.findings} == {"plain"}
