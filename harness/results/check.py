@@ -318,6 +318,12 @@ class LogitResult:
 class Extent:
     """How much of what a model and an engine can be given a workload had."""
 
+    steps: Annotated[int | None, LARGEST] = None
+    """Steps of a schedule."""
+    tokens_at_once: Annotated[int | None, LARGEST] = None
+    """Most tokens in one step."""
+    shortest_prompt: Annotated[int | None, LARGEST] = None
+    """Tokens of the shortest prompt."""
     requests_at_once: Annotated[int | None, LARGEST] = None
     """Most requests in one step."""
     positions: Annotated[int | None, LARGEST] = None

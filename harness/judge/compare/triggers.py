@@ -70,6 +70,8 @@ class _Seen:
     """The requests' history so far."""
 
     prompt_lengths: dict[int, int]
+    ends: dict[int, int]
+    """The last position of each request."""
     prefixes: Prefixes
     computed: dict[int, set[int]] = field(default_factory=dict)
     """Positions computed so far, by request."""
@@ -79,6 +81,8 @@ class _Seen:
     """Blocks of each request in its latest step."""
     given_up: dict[int, int] = field(default_factory=dict)
     """End of the latest draft of each request."""
+    present: list[int] = field(default_factory=list)
+    """Requests of the latest step."""
     goes_on: set[int] = field(default_factory=set)
     """Requests that continued from the cache of an earlier step: their engine has a cache."""
 
@@ -93,6 +97,7 @@ def reached_triggers(recording: Recording, traits: Traits | None = None) -> tupl
     requests = recording.manifest.requests
     seen = _Seen(
         {request.id: request.prompt_length for request in requests},
+        {request.id: len(request.token_ids) - 1 for request in requests},
         Prefixes(requests),
         drafts={request.id: request.draft_of for request in requests if request.draft_of is not None},
     )
@@ -148,6 +153,7 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
         if len({int(step.position[step.request == request].max()) for request in present}) > 1:
             yield "ragged_batch"
         yield from _of_batch(present, step, seen)
+    yield from _of_steps(present, seen)
     for request in present:
         positions = step.position[step.request == request]
         yield from _of_request(request, positions, step, seen)
@@ -161,8 +167,23 @@ def _of_batch(present: Sequence[int], step: Step, seen: _Seen) -> Iterator[str]:
     is_decode = {_is_decode(step, request, positions[request], seen.prompt_lengths[request]) for request in present}
     if len(is_decode) > 1:
         yield "mixed_batch"
-    if len({seen.prefixes.at(request, int(positions[request].max())) for request in present}) < len(present):
+    prefixes = {seen.prefixes.at(request, int(positions[request].max())) for request in present}
+    if len(prefixes) < len(present):
         yield "equal_requests"
+    if len({seen.prefixes.at(request, min(1, int(positions[request].max()))) for request in present}) < len(prefixes):
+        yield "shared_prefix"
+    if [request for request in dict.fromkeys(step.request.tolist()) if request in positions] != sorted(positions):
+        yield "reordered"
+
+
+def _of_steps(present: Sequence[int], seen: _Seen) -> Iterator[str]:
+    """Yield what became of the requests of earlier steps."""
+    is_done = {request: seen.ends[request] in positions for request, positions in seen.computed.items()}
+    if present and any(not is_done[request] for request in is_done.keys() - set(present)):
+        yield "paused"
+    if any(is_done.get(request) for request in set(seen.present) - set(present)) and set(seen.present) & set(present):
+        yield "uneven_end"
+    seen.present = list(present) or seen.present
 
 
 def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen) -> Iterator[str]:
@@ -233,6 +254,9 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
                 chunks.add(len(positions))
     ids = {token for request, position in last.items() for token in requests[request][: position + 1]}
     return Extent(
+        steps=len(steps),
+        tokens_at_once=max((len(step.position) for step in steps), default=0),
+        shortest_prompt=min((request.prompt_length for request in recording.manifest.requests), default=0),
         requests_at_once=max((len(step.request.unique()) for step in steps), default=0),
         positions=max(last.values(), default=-1) + 1,
         token_ids=len(ids),
@@ -243,7 +267,8 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
 
 
 _OF_ANY_ENGINE = (
-    "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "prefix_hit", "preempted",
+    "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "shared_prefix", "reordered",
+    "paused", "uneven_end", "prefix_hit", "preempted",
 )  # fmt: skip
 _MESSAGES: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
@@ -252,6 +277,10 @@ _MESSAGES: Mapping[str, str] = {
     "ragged_batch": "no step held requests of different lengths (give prompts of different lengths)",
     "mixed_batch": "no step held a prompt's rows beside a request in decode (use the schedule mixed)",
     "equal_requests": "no step held two requests of the same tokens (give a prompt twice, under the schedule batched)",
+    "shared_prefix": "no step held two requests whose first two tokens alone are the same (give such prompts)",
+    "reordered": "no step held its requests in another order than that in which they came",
+    "paused": "no request sat out a step of others between two of its own (use the schedule preempted)",
+    "uneven_end": "no request ended before another one of its step (give requests their own max_new_tokens)",
     "new_block": "no decode step opened a new KV block (raise --max-new-tokens or lower the block size)",
     "block_boundary": "no request filled more than one KV block (lengthen the prompt or lower the block size)",
     "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",

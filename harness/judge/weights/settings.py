@@ -43,7 +43,7 @@ def different_settings(first: Path | None, second: Path | None) -> tuple[tuple[s
 
 
 def _not_compared(folders: Sequence[Path], compared: Collection[str]) -> Iterator[str]:
-    """Say of each other file whether both folders have it and whether its bytes differ: templates, code, more weights."""
+    """Say of each other file (templates, code, more weights) that one folder lacks it or that its bytes differ."""
     weights = {shard.name for folder in folders for shard in Checkpoint(folder).shards}
     names = {file.name for folder in folders for file in folder.iterdir() if file.is_file()}
     for name in sorted((names | _FREE.keys()) - {*compared, *weights}):

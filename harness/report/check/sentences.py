@@ -198,7 +198,9 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
         under = f" under {printable(', '.join(plain))}" if len(plain) < len(runs) else ""
         yield "propagated", f"from HF in {result.dtype}{under}, in estimated roundings; no verdict needed the truth"
     if served is not None and served.status is not ServedStatus.NOT_DETERMINISTIC:
-        yield "as served", _as_served(served)
+        others = [run.schedule for run in runs if run.schedule != served.schedule]
+        unserved = f"; not run as served: {printable(', '.join(others))}" if others and served.num_rows else ""
+        yield "as served", _as_served(served) + unserved
     coverage = sum_coverage(runs)
     yield "coverage", _coverage(coverage)
     reached = [*coverage.triggers, *_extent(coverage.extent)]
@@ -368,7 +370,9 @@ def _coverage(coverage: Coverage) -> str:
 def _extent(extent: Extent) -> Iterator[str]:
     """Yield how many requests, positions and token ids were reached."""
     if extent.requests_at_once:
-        yield f"{count(extent.requests_at_once, 'request')} in a step"
+        yield f"{count(extent.requests_at_once, 'request')} and {count(extent.tokens_at_once or 0, 'token')} in a step"
+        yield f"{count(extent.steps or 0, 'step')} of a schedule"
+        yield f"prompts from {count(extent.shortest_prompt or 0, 'token')} on"
     if extent.chunks:
         yield f"chunks of {_names([f'{size:,}' for size in sorted(extent.chunks)])} tokens"
     for number_of, whole, what in (

@@ -57,7 +57,7 @@ def test_what_the_model_decides(traits, name):
 def test_what_was_not_reached_is_what_this_model_and_engine_can_meet():
     short = recording(step(0, [0] * 4, range(4)))
     of_any_engine = {"decode", "chunked_prefill", "batch", "ragged_batch", "prefix_hit", "preempted"}
-    of_any_engine |= {"mixed_batch", "equal_requests"}
+    of_any_engine |= {"mixed_batch", "equal_requests", "shared_prefix", "reordered", "paused", "uneven_end"}
     assert set(unreached_triggers(short, (), PLAIN)) == of_any_engine
     assert set(unreached_triggers(short, ("decode", "batch"), None)) == of_any_engine - {"decode", "batch"}
     limited = Traits(num_groups=2, window=4, original_positions=8)
@@ -123,12 +123,30 @@ def test_equal_requests_of_one_step():
     assert "equal_requests" not in reached_triggers(recording(step(0, [0, 1], [3, 2])))
 
 
+def test_what_a_step_has_of_the_requests_of_earlier_ones():
+    both, alone = step(0, [0, 1], [0, 0]), step(1, [0], [1])
+    whole = step(0, [0] + [1] * 12, [0, *range(12)])
+    assert "paused" in reached_triggers(recording(both, alone))
+    assert "uneven_end" not in reached_triggers(recording(both, alone))
+    assert "uneven_end" in reached_triggers(recording(whole, alone))
+    assert "paused" not in reached_triggers(recording(whole, alone))
+    assert "uneven_end" not in reached_triggers(recording(whole))
+
+
+def test_what_requests_of_a_step_are_to_each_other():
+    assert "shared_prefix" in reached_triggers(recording(step(0, [0, 1], [3, 2])))
+    assert "shared_prefix" not in reached_triggers(recording(step(0, [0, 1], [3, 3])))
+    assert "reordered" in reached_triggers(recording(step(0, [1, 0], [3, 2])))
+    assert "reordered" not in reached_triggers(recording(step(0, [0, 0, 1], [3, 4, 2])))
+
+
 def test_how_much_a_workload_had():
     steps = step(0, [0] * 4, range(4)), step(1, [0, 1], [4, 0])
     traits = replace(PLAIN, num_positions=64, vocab_size=256)
     reached = extent(recording(*steps), traits)
     assert (reached.requests_at_once, reached.positions, reached.token_ids) == (2, 5, 5)
     assert (reached.all_positions, reached.all_token_ids) == (64, 256)
+    assert (reached.steps, reached.tokens_at_once, reached.shortest_prompt) == (2, 4, 4)
     assert extent(recording(), None).positions == 0
 
 
@@ -201,7 +219,7 @@ def test_a_requirement_that_is_not_reached_fails(bench, tmp_path):
 
 def by_definition(steps, requests):
     """Conditions that steps reach; each step is rows, sampled rows or None, block tables or None, and its phase."""
-    reached, computed, num_blocks, went_on = set(), {}, {}, set()
+    reached, computed, num_blocks, went_on, latest = set(), {}, {}, set(), set()
     for rows, sampled, tables, phase in steps:
         if any(len(blocks) > 1 for blocks in (tables or {}).values()):
             reached.add("block_boundary")
@@ -212,7 +230,12 @@ def by_definition(steps, requests):
             reached.add("batch")
             if len({max(positions) for positions in present.values()}) > 1:
                 reached.add("ragged_batch")
-        in_decode, prefixes = set(), []
+        ended = {request for request, before in computed.items() if len(requests[request][0]) - 1 in before}
+        if computed.keys() - ended - present.keys():
+            reached.add("paused")
+        if ended & latest - present.keys() and latest & present.keys():
+            reached.add("uneven_end")
+        in_decode, prefixes, latest = set(), [], set(present)
         for request, positions in present.items():
             tokens, prompt_length = requests[request]
             prefixes.append(tokens[: max(positions) + 1])
@@ -245,6 +268,10 @@ def by_definition(steps, requests):
             reached.add("mixed_batch")
         if len(set(prefixes)) < len(prefixes):
             reached.add("equal_requests")
+        if any(one[:2] == two[:2] and one != two for one in prefixes for two in prefixes):
+            reached.add("shared_prefix")
+        if list(dict.fromkeys(of for of, _ in rows)) != list(present):
+            reached.add("reordered")
     return reached
 
 
