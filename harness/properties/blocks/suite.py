@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from harness.properties.blocks.adapter import OPTIONAL, REQUIRED, PoolCapabilities
 from harness.properties.blocks.calls import Swapping
 from harness.properties.blocks.requests import NEW, known, token_lists
+from harness.properties.blocks.tables import RequestRecord
 from harness.properties.core.falsify import NamedAdapter
 from harness.properties.core.findings import Invariant, Violation
 from harness.properties.core.machine import Arguments, NotApplicable, action, one_of
@@ -58,10 +59,15 @@ class BlockManagerMachine(Swapping):
         when=lambda self: self.offers["fork"],
         request_id=one_of(lambda self: self.caught_up()),
         child_id=NEW,
+        num_children=st.sampled_from((1, 1, 1, 3)),
     )
-    def fork(self, request_id: int, child_id: int) -> None:
-        """Continue a request twice."""
+    def fork(self, request_id: int, child_id: int, num_children: int) -> None:
+        """Continue a request twice, or more often, as the samples of one prompt do."""
         parent = known(self.caught_up(), request_id)
+        for number in range(child_id, child_id + num_children):
+            self._fork(parent, number)
+
+    def _fork(self, parent: RequestRecord, child_id: int) -> None:
         child = self.new_request(child_id, parent.token_ids, parent.salt)
         before = self.free_blocks()
         if not self.subject.do(Invariant.ROOM, "fork", parent.request_id, child.request_id):

@@ -4,6 +4,7 @@ Among them are groups of layers with windows, and swapping.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -96,6 +97,25 @@ def test_a_known_bug_is_found_and_reported_as_a_program(manager: type, invariant
     assert invariants & {finding.invariant for finding in caught.value.findings}
     for finding in caught.value.findings:
         assert_fails_in_its_last_line(finding.program, manager)
+
+
+class ThirdForkSharesItsTable(BlockManagerSubject):
+    """The third fork of a request gets the list of blocks itself, and no copy."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.num_forks: Counter[int] = Counter()
+
+    def fork(self, parent_id: int, child_id: int) -> bool:
+        super().fork(parent_id, child_id)
+        self.num_forks[parent_id] += 1
+        if self.num_forks[parent_id] == 3:
+            self.sequences[child_id].block_table = self.sequences[parent_id].block_table
+        return True
+
+
+def test_a_request_is_forked_more_than_once_in_few_examples() -> None:
+    assert search_block_manager(ThirdForkSharesItsTable, DEV, is_first_enough=True).findings
 
 
 class NothingHashed(chained.ChainedManager):
