@@ -42,7 +42,7 @@ def read_history(path: Path) -> GapHistory:
     except (OSError, UnicodeDecodeError) as error:
         raise _bad(path, f"it cannot be read: {error}") from error
     steps: dict[int, GapStep] = {}
-    num_cut = 0
+    num_cut = num_replaced = 0
     for number, line in enumerate(lines, 1):
         try:
             step = _STEP.validate_json(line)
@@ -54,8 +54,10 @@ def read_history(path: Path) -> GapHistory:
                 raise _bad(f"{path}: line {number}", f"{place}: {first['msg']}".removeprefix(": ")) from error
             num_cut += bool(line)
         else:
+            num_replaced += step.step in steps and steps[step.step].verdict is Outcome.MISMATCH
             steps[step.step] = step
-    return GapHistory(file=path.name, steps=tuple(steps[at] for at in sorted(steps)), num_cut=num_cut)
+    kept = tuple(steps[at] for at in sorted(steps))
+    return GapHistory(file=path.name, steps=kept, num_cut=num_cut, num_replaced=num_replaced)
 
 
 def _bad(where: object, what: str) -> HarnessError:

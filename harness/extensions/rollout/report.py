@@ -111,6 +111,8 @@ def history_notes(history: GapHistory) -> Iterator[str]:
     if history.num_cut:
         verb = "ends" if history.num_cut == 1 else "end"
         yield f"{count(history.num_cut, 'line')} of the file {verb} in the middle (the run was killed): left out"
+    if history.num_replaced:
+        yield f"not shown: {count(history.num_replaced, 'mismatch')} of steps that a later line does again"
 
 
 _NUM_STYLES = 8

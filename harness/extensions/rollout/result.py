@@ -138,6 +138,8 @@ class GapHistory:
     """By their numbers; of a step that a resumed run has done again, the later line."""
     num_cut: int
     """Lines that end in the middle: the run was killed."""
+    num_replaced: int = 0
+    """Lines with a term outside of its floor, of steps that a resumed run has done again."""
 
     @property
     def outcome(self) -> Outcome:

@@ -19,6 +19,9 @@ from harness.extensions.rollout.waterfall import PartTerm, gap_figures, part_ter
 from harness.oracle.model import HFModel, load_model
 from harness.results.check import Finding
 
+_MOST_NAMES = 8
+"""Fields of the log that are named."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
@@ -101,6 +104,12 @@ def _not_judged(rollouts: Rollouts, request: Request, explained: Explained | Non
         yield "the gap: both columns hold the same values for all tokens, as where one is a copy of the other"
     if rollouts.counts.without_value:
         yield f"{rollouts.counts.without_value} tokens without a value"
+    yield "how the tokens were drawn, only their log probabilities (harness server sampler)"
+    if num_repeated := len(rollouts.rows) - len({row.tokens for row in rollouts.rows}):
+        yield f"{num_repeated} rows with the tokens of an earlier row, as one seed gives them"
+    if rollouts.unread:
+        more = f" and {len(rollouts.unread) - _MOST_NAMES} more" if rollouts.unread[_MOST_NAMES:] else ""
+        yield f"the fields {', '.join(rollouts.unread[:_MOST_NAMES])}{more}"
 
 
 def _are_copies(sides: Sequence[Side]) -> bool:

@@ -69,6 +69,15 @@ def test_a_sound_pair_has_a_gap_of_rounding(compare, rows, columns):
     assert result.not_judged[0] == "operations of the trainer (--trainer)"
 
 
+def test_what_no_column_tells_is_said(compare, rows, columns):
+    """Rows that one seed drew, and how tokens were drawn at all."""
+    result = compare([*rows, {**rows[0], "ref_log_prob": [0.0]}], [*columns, columns[0]])
+    assert result.outcome is Outcome.PASS
+    said = "; ".join(result.not_judged)
+    assert "how the tokens were drawn, only their log probabilities" in said
+    assert "1 rows with the tokens of an earlier row, as one seed gives them; the fields ref_log_prob" in said
+
+
 def test_a_pair_in_float16_is_sound(tmp_path):
     path = write_rows(tmp_path / "rollouts.jsonl", rollout(SMALLEST, prompts(2), dtype="float16", num_tokens=6))
     assert_sound(harness.rollout(path, model=SMALLEST, dtype="float16"))

@@ -8,6 +8,7 @@ import torch
 import harness
 from harness.errors import Code, HarnessError
 from harness.extensions.rollout.monitor import read_history
+from harness.extensions.rollout.report import history_text
 from harness.oracle.model import load_model
 from reference_engine import EngineConfig, LLMEngine, SamplingParams
 
@@ -76,6 +77,18 @@ def test_a_resumed_run_writes_below_half_a_line(module, rows, tmp_path):
     cut, whole = history.read_text().splitlines()
     assert cut == '{"step": 3, "verdict": "pa'
     assert json.loads(whole)["step"] == 3
+
+
+def test_a_mismatch_that_a_later_line_replaces_is_said(module, rows, tmp_path):
+    history = tmp_path / "gap.jsonl"
+    harness.RolloutMonitor(num_rows=1, history=history, dtype="float32").step(3, rows, model=module)
+    line = history.read_text()
+    history.write_text(line.replace('"pass"', '"mismatch"', 1) + line)
+    kept = read_history(history)
+    assert [step.verdict for step in kept.steps] == ["pass"]
+    assert "not shown: 1 mismatch of steps that a later line does again" in history_text(kept, width=100)
+    history.write_text(line + line)
+    assert "not shown" not in history_text(read_history(history), width=100)
 
 
 def test_an_engine_with_the_weights_of_before_ends_the_run(module, rows, tmp_path):

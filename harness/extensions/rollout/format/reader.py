@@ -204,14 +204,18 @@ def read_rollouts(
     else:
         records = ((f"row {number}", record) for number, record in enumerate(source))
     expanded_records = (record for where, fields in records for record in expanded(fields, f"{name}: {where}"))
-    rows = [parse_row(record, number) for number, record in enumerate(expanded_records)]
+    unread = dict[str, None]()
+    rows = []
+    for number, record in enumerate(expanded_records):
+        rows.append(parse_row(record, number))
+        unread.update(dict.fromkeys(record.unread()))
     if not rows:
         what = "the file has no rows"
         raise HarnessError(Code.ROLLOUT_WITHOUT_TOKENS, what, where=name, hint="log some rollouts first")
     chosen = _of_version(rows, weight_version, name)
     chosen = (sorted(chosen, key=_gap, reverse=True) if by_gap else chosen)[:num_rows]
     counted = _with_counted(chosen)
-    return Rollouts(name=Path(name).name, rows=counted, counts=_counts(rows, chosen, counted))
+    return Rollouts(name=Path(name).name, rows=counted, counts=_counts(rows, chosen, counted), unread=tuple(unread))
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:

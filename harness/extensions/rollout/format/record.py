@@ -117,6 +117,8 @@ class Rollouts:
     name: str
     rows: Sequence[Rollout]
     counts: TokenCounts
+    unread: tuple[str, ...] = ()
+    """Fields of the records that were not read: unknown ones, and further names of a field."""
 
     @property
     def has_trainer(self) -> bool:
@@ -149,6 +151,11 @@ class Record:
     def name_of(self, field: str) -> str | None:
         """Return the name that the record has for a field."""
         return next((name for name in names_of(field) if self.fields.get(name) is not None), None)
+
+    def unread(self) -> list[str]:
+        """Return the names that no field of ours has here."""
+        read = {*SAMPLING, *map(self.name_of, FIELDS)}
+        return [name for name, value in self.fields.items() if name not in read and value is not None]
 
     def entries(self, field: str) -> list[Any] | None:
         """Return a field that must be a list.

@@ -38,6 +38,13 @@ def test_a_row_of_prompt_and_response(read):
     assert row.sampling == Sampling(temperature=0.7)
 
 
+def test_fields_that_are_not_read_are_kept_by_name(read):
+    """The second name of a column, too: of two columns of one side only one is compared."""
+    rollouts = read({**ROW, "ref_log_prob": [-1, -1], "rollout_log_probs": [-9.0, -9.0], "reward": None, "top_p": 0.9})
+    assert rollouts.unread == ("ref_log_prob", "rollout_log_probs")
+    assert read(ROW).unread == ()
+
+
 FRAMEWORKS = {
     "verl": {
         "input_ids": [0, 1, 5, 6, 7, 8, 0],
