@@ -229,7 +229,8 @@ class FolderEngine:
             f"{num_found} of {sum(bool(op.source) for op in self._graph)} taps were found in {self._folder}: "
             f"{len(files.tensors)} tensors, {len(names)} of them with a row for each token"
         )
-        yield "only the prefill of the tokens was judged: neither decode steps nor the KV cache"
+        yield "only the prefill of the tokens was judged: neither decode steps nor the KV cache nor rows of padding"
+        yield from self._not_taken([tensor.name for tensor in files.tensors if tensor.name not in names])
         shown = [tap for tap in chosen if self._graph[tap].layer in (None, self._graph.layers[0])]
         yield "taken: " + "; ".join(self._told(tap) for tap in shown) + "; other layers: --format json"
         for tap in (tap for tap in chosen if chosen[tap].evidence is TapEvidence.LOOKED_UP):
@@ -254,13 +255,11 @@ class FolderEngine:
             is_coarser = self._dtype is not torch.float32
             advice = "--dtype float32 judges them as such" if is_coarser else "they are held to the bounds of float32"
             yield f"{len(finer)} of the tensors have more digits than {name}: {advice}"
-        for name in self._other_logits():
-            yield f"not judged: {name} is as wide as the vocabulary, too, and holds other values than the judged logits"
-        others = list(self._others_of_the_name())
+        others = [*self._other_logits(), *self._others_of_the_name()]
         for told in others[:_MOST_SHOWN]:
             yield f"not judged: {told}, and holds other values"
         if others[_MOST_SHOWN:]:
-            yield f"not judged: {len(others) - _MOST_SHOWN} more tensors of a tap's name that hold other values"
+            yield f"not judged: {len(others) - _MOST_SHOWN} more such tensors, which hold other values"
         if files.left_out:
             more = f"; and {len(files.left_out) - _MOST_SHOWN} more" if len(files.left_out) > _MOST_SHOWN else ""
             yield f"left out: {'; '.join(files.left_out[:_MOST_SHOWN])}{more}"
@@ -274,7 +273,21 @@ class FolderEngine:
             for table in (*self._finder.tables, *self._finder.last_rows):
                 is_as_wide = table.name != name and table.rows.shape[1] == len(taken)
                 if is_as_wide and not torch.equal(table.rows[-1].to(taken.dtype), taken):
-                    yield table.name
+                    yield f"{table.name} is as wide as the vocabulary, as the judged logits are"
+
+    def _not_taken(self, without_rows: Sequence[str]) -> Iterator[str]:
+        """Yield what no tap holds: tensors of other tokens, and further columns, as of a second sequence."""
+        assert self._finder is not None
+        widths = Counter[str]()
+        for tap, chosen in self._finder.chosen.items():
+            if chosen.evidence is not TapEvidence.LOOKED_UP:
+                order, columns = chosen.columns.order, chosen.columns
+                widths[self._finder.name(tap)] += columns.stop - columns.start if order is None else len(order)
+        further = [table.name for table in self._finder.tables if 0 < widths[table.name] < table.rows.shape[1]]
+        for names, what in ((without_rows, "without a row for each token"), (further, "in other columns than a tap's")):
+            if names:
+                more = ", ..." if names[_MOST_SHOWN:] else ""
+                yield f"not judged: {len(names)} tensors {what}: {', '.join(names[:_MOST_SHOWN])}{more}"
 
     def _others_of_the_name(self) -> Iterator[str]:
         """Yield, as text, tensors with the name of a tap that was taken from another tensor, which is not equal."""

@@ -58,6 +58,19 @@ def test_other_values_under_the_name_of_a_tap_are_said(check, qwen2, folder):
     assert note.endswith("and holds other values")
 
 
+def test_what_no_tap_holds_is_said(check, qwen2, folder):
+    """A second sequence of a batch, in the columns after those of the first, and tensors of more tokens."""
+    tensors, name = dump(qwen2), "model.layers.1.mlp.down_proj"
+    longer = torch.cat([tensors[name][0], torch.ones(9, tensors[name].shape[-1])])
+    torch.save(
+        tensors | {name: torch.cat([tensors[name], 2 * tensors[name]], dim=-1), "longer": longer}, folder / "a.pt"
+    )
+    ran = check("--dtype", "float32", "--format", "json")
+    assert ran.status == 0, ran.out + ran.err
+    assert "not judged: 1 tensors without a row for each token: a.pt: longer" in ran.json["notes"]
+    assert f"not judged: 1 tensors in other columns than a tap's: a.pt: {name}" in ran.json["notes"]
+
+
 def test_one_file_of_a_step_as_sglang_writes_it(check, qwen2, folder):
     """One .pt a forward pass, in a folder of the rank; the logits of the last token stand in the next pass's."""
     (folder / "TP0_PP0_Rank0_pid77").mkdir()
@@ -82,7 +95,10 @@ def test_one_file_of_a_step_as_sglang_writes_it(check, qwen2, folder):
     assert sources["model.layers.1.self_attn.q_proj"]["tensor"].endswith(
         "Pass00000.pt: model.layers.1.self_attn.q_proj"
     )
-    assert "only the prefill of the tokens was judged: neither decode steps nor the KV cache" in report["notes"]
+    assert (
+        "only the prefill of the tokens was judged: neither decode steps nor the KV cache nor rows of padding"
+        in report["notes"]
+    )
     assert "decode" not in report["coverage"]["triggers"]
 
 
