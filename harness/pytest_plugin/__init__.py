@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile | None:
     """Collect a case file."""
-    if file_path.suffix != ".toml":
+    if file_path.suffix.lower() != ".toml":
         return None
     is_declared = _is_declared(file_path, parent.config)
     if not is_declared and file_path.parent.name != CASES_FOLDER:

@@ -1,7 +1,8 @@
 """Fixtures for tests in Python."""
 
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,15 +13,22 @@ if TYPE_CHECKING:
     from harness.api import CheckReport
 
 
+class NothingCheckedWarning(pytest.PytestWarning):
+    """A test has the fixture and does not use it."""
+
+
 @pytest.fixture
-def harness_check(request: pytest.FixtureRequest) -> "Callable[..., CheckReport]":
-    """Return `harness.check`, made to fail the test where the check does not pass.
+def harness_check(request: pytest.FixtureRequest) -> "Iterator[Callable[..., CheckReport]]":
+    """Yield `harness.check`, made to fail the test where the check does not pass.
 
     The figures of each check are properties of the test in a JUnit file. A test whose device is not there is skipped.
     """
+    num_calls = 0
 
     def check(engine: Any = "reference", **arguments: Any) -> "CheckReport":
         """Check an engine as `harness.check` does, assert the report, and return it."""
+        nonlocal num_calls
+        num_calls += 1
         __tracebackhide__ = True
         from harness.report.check.json import check_properties
 
@@ -33,7 +41,9 @@ def harness_check(request: pytest.FixtureRequest) -> "Callable[..., CheckReport]
         result.assert_ok()
         return result
 
-    return check
+    yield check
+    if not num_calls:
+        warnings.warn(NothingCheckedWarning(f"{request.node.nodeid} never calls harness_check"), stacklevel=1)
 
 
 def _checked(engine: Any, arguments: Mapping[str, Any]) -> "CheckReport | HarnessError":

@@ -86,9 +86,13 @@ class CaseFile(pytest.File):
 
     def collect(self) -> Iterable["CaseItem"]:
         """Yield the case; nothing for a file in a folder `cases` that is not a case."""
-        from harness.formats.case import load_case
+        from harness.formats.case import Case, load_case
 
         if not self.is_declared and not _looks_like_a_case(self.path):
+            shared = Case.model_fields.keys() & _keys(self.path)
+            if shared:
+                what = f"{self.path} has keys of a case ({', '.join(sorted(shared))}), and is not collected"
+                self.warn(CaseNotCollectedWarning(f"{what}: it has neither {' nor '.join(sorted(_MARKS_OF_A_CASE))}"))
             return
         try:
             case = load_case(self.path)
@@ -112,10 +116,15 @@ def _looks_like_a_case(path: Path) -> bool:
 
 def has_marks_of_a_case(path: Path) -> bool:
     """Whether a TOML file has all keys that every case has."""
+    return _keys(path) >= _MARKS_OF_A_CASE
+
+
+def _keys(path: Path) -> set[str]:
+    """Return the keys of a TOML file; none if it is no such file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")).keys() >= _MARKS_OF_A_CASE
+        return set(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return False
+        return set()
 
 
 class CaseItem(pytest.Item):

@@ -51,6 +51,13 @@ def test_a_file_that_looks_like_a_case_and_is_none_is_a_warning(
     result.stdout.fnmatch_lines([f"*{path} looks like a case, and is not collected: {reason}*"])
 
 
+def test_a_file_in_cases_with_other_keys_of_a_case_is_a_warning(project: pytest.Pytester, case_text: str) -> None:
+    text = case_text.replace("schema_version = 1", "").replace("requests", "request")
+    (project.path / "cases" / "misspelt.TOML").write_text(text)
+    result = project.runpytest("--collect-only", "-q", "-W", "default")
+    result.stdout.fnmatch_lines(["*misspelt.TOML has keys of a case (*model*), and is not collected*"])
+
+
 @pytest.mark.parametrize("text", ["", "[settings]\nname = 'theirs'\n", "# schema_version = 1\n", "no toml at all"])
 def test_a_foreign_toml_in_a_folder_named_cases_is_left_alone(project: pytest.Pytester, text: str) -> None:
     (project.path / "cases" / "theirs.toml").write_text(text)

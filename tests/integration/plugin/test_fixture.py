@@ -80,3 +80,10 @@ def test_a_check_is_a_test(tests: pytest.Pytester) -> None:
 def test_the_fixture_is_listed_with_what_it_does(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("--fixtures", "-p", "no:cacheprovider")
     result.stdout.fnmatch_lines(["harness_check*", "*Return `harness.check`, made to fail the test*"])
+
+
+def test_a_test_that_never_calls_it_is_a_warning(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_nothing(harness_check): pass")
+    result = pytester.runpytest("-W", "default")
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*NothingCheckedWarning: *::test_nothing never calls harness_check"])
