@@ -214,6 +214,10 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
+_FEW_ROUNDINGS = 4
+"""Size of an update, in units of its dtype's precision, below which a product may be within its bound without it."""
+
+
 class LoraLinear(nn.Linear):
     """A linear module with an adapter's product beside its own; it shares the weights of the one it replaces."""
 
@@ -301,6 +305,19 @@ def adapter_notes(hf: HFModel) -> Iterator[str]:
             f"the adapter changes nothing at {num_idle} of its {len(adapted)} modules, where A or B is all zeros: "
             "whether the engine applies it there was not seen"
         )
+    num_small = sum(0 < _size(module) < _FEW_ROUNDINGS * torch.finfo(module.weight.dtype).eps for module in adapted)
+    if num_small:
+        yield (
+            f"the adapter changes the weights by a few roundings to {hf.dtype} or less at {num_small} of its "
+            f"{len(adapted)} modules: whether the engine applies it there may not have been seen; float32 shows more"
+        )
+
+
+def _size(module: LoraLinear) -> float:
+    """Return the norm of an adapter's update over that of the weight, without computing the update."""
+    a, b = module.lora_a.float(), module.lora_b.float()
+    update = ((b.T @ b) * (a @ a.T)).sum().clamp(min=0).sqrt()
+    return float(abs(module.scaling) * update / module.weight.float().norm().clamp(min=1e-30))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

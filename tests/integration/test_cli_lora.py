@@ -4,6 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from harness.formats.checkpoint import Checkpoint
+from harness.oracle.lora import adapter_notes, load_adapted
 from reference_engine.checkpoint.model_config import ModelConfig
 from reference_engine.lora import adapter as lora
 
@@ -141,6 +143,20 @@ def test_an_adapter_that_changes_nothing_is_said(harness, tmp_path):
     assert ran.status == 0
     says = "the adapter changes nothing at 3 of its 6 modules, where A or B is all zeros: whether the engine applies it"
     assert [note for note in ran.json["notes"] if note.startswith(says)]
+
+
+def test_an_adapter_within_roundings_of_the_dtype_is_said(tmp_path):
+    """An engine that does not apply it passed, and the report said "not judged: nothing"."""
+    folder = write_adapter(tmp_path / "small", seed=1, modules=("q_proj",))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    small = {key: tensor * (1e-3 if key.endswith("lora_B.weight") else 1) for key, tensor in tensors.items()}
+    for dtype, num_small in ((torch.bfloat16, 3), (torch.float32, 0)):
+        save_file(tensors, folder / "adapter_model.safetensors")
+        assert not [*adapter_notes(load_adapted(Checkpoint(FOLDER), dtype=dtype, lora=folder))]
+        save_file(small, folder / "adapter_model.safetensors")
+        notes = [*adapter_notes(load_adapted(Checkpoint(FOLDER), dtype=dtype, lora=folder))]
+        assert len(notes) == bool(num_small)
+        assert all(f"bfloat16 or less at {num_small} of its 3 modules" in note for note in notes)
 
 
 def test_a_folder_that_is_no_adapter(harness, tmp_path):
