@@ -71,7 +71,8 @@ class QuantisedSource:
         named = ", ".join(self.modules[:3]) + (f" and {len(self.modules) - 3} more" if len(self.modules) > 3 else "")
         return (
             f"the weights are those of a quantised checkpoint, dequantised to float32: {' and '.join(self.formats)} in "
-            f"{len(self.modules)} modules ({named})"
+            f"{len(self.modules)} modules ({named}); not judged: whether they are the original model's, and what "
+            "files beside config.json (quantize_config.json) say of them"
         )
 
 

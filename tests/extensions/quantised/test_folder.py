@@ -42,7 +42,8 @@ def test_a_plan_says_what_was_read(quantised: Path):
     assert note == (
         "the weights are those of a quantised checkpoint, dequantised to float32: compressed-tensors, packed integers "
         "in 21 modules (model.layers.0.mlp.down_proj, model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj "
-        "and 18 more)"
+        "and 18 more); not judged: whether they are the original model's, and what files beside config.json "
+        "(quantize_config.json) say of them"
     )
 
 
