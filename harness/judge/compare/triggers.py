@@ -198,6 +198,9 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen) 
     seen.num_blocks[request] = num_blocks
     if request not in seen.computed and first > 0:
         yield "prefix_hit"
+        whole = seen.prefixes.at(request, prompt_length - 1)
+        if not any(whole in seen.prefixes.up_to(earlier, prompt_length) for earlier in seen.computed):
+            yield "partial_hit"
         if any(_has_computed(running, request, first, seen) for running in step.request.unique().tolist()):
             yield "forked"
     computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
@@ -268,7 +271,7 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
 
 _OF_ANY_ENGINE = (
     "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "shared_prefix", "reordered",
-    "paused", "uneven_end", "prefix_hit", "preempted",
+    "paused", "uneven_end", "prefix_hit", "partial_hit", "preempted",
 )  # fmt: skip
 _MESSAGES: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
@@ -284,6 +287,7 @@ _MESSAGES: Mapping[str, str] = {
     "new_block": "no decode step opened a new KV block (raise --max-new-tokens or lower the block size)",
     "block_boundary": "no request filled more than one KV block (lengthen the prompt or lower the block size)",
     "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",
+    "partial_hit": "every request that found its beginning in the cache had an earlier one's whole prompt",
     "forked": "no request went on from one that was still running (raise --max-new-tokens to at least 2)",
     "preempted": "no request lost its cache and was computed again (give a second prompt, or fewer blocks)",
     "rewound": "no request went back over tokens that it had given up (raise --max-new-tokens to at least 4)",

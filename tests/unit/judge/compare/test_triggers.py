@@ -57,7 +57,15 @@ def test_what_the_model_decides(traits, name):
 def test_what_was_not_reached_is_what_this_model_and_engine_can_meet():
     short = recording(step(0, [0] * 4, range(4)))
     of_any_engine = {"decode", "chunked_prefill", "batch", "ragged_batch", "prefix_hit", "preempted"}
-    of_any_engine |= {"mixed_batch", "equal_requests", "shared_prefix", "reordered", "paused", "uneven_end"}
+    of_any_engine |= {
+        "mixed_batch",
+        "equal_requests",
+        "shared_prefix",
+        "reordered",
+        "paused",
+        "uneven_end",
+        "partial_hit",
+    }
     assert set(unreached_triggers(short, (), PLAIN)) == of_any_engine
     assert set(unreached_triggers(short, ("decode", "batch"), None)) == of_any_engine - {"decode", "batch"}
     limited = Traits(num_groups=2, window=4, original_positions=8)
@@ -253,6 +261,8 @@ def by_definition(steps, requests):
             first = min(positions)
             if request not in computed and first > 0:
                 reached.add("prefix_hit")
+                if not any(requests[earlier][0][:prompt_length] == tokens[:prompt_length] for earlier in computed):
+                    reached.add("partial_hit")
                 others = [running for running in present if set(range(first)) <= computed.get(running, set())]
                 if any(requests[running][0][:first] == tokens[:first] for running in others):
                     reached.add("forked")
