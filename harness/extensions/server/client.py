@@ -45,7 +45,7 @@ class Client:
         """Requests that were sent another time."""
         self.waited_s = 0.0
         """Seconds between tries."""
-        self._num_bodies, self._fields = 0, set[str]()
+        self._num_bodies, self._num_open, self._most_open, self._fields = 0, 0, 0, set[str]()
 
     async def __aenter__(self) -> Self:
         headers = {"accept": "application/json", "accept-encoding": "identity"} | (
@@ -69,7 +69,9 @@ class Client:
     def not_asked(self) -> str:
         """What no request was, so that nothing is known of it."""
         fields = ", ".join(sorted(self._fields))
-        return f"lists of prompts, another client, more than {self._num_bodies:,} requests, other fields than {fields}"
+        sizes = f"more than {self._most_open} requests at once or {self._num_bodies:,} in all"
+        kinds = "after a pause, from another client, of several prompts, without max_tokens"
+        return f"{sizes}, requests {kinds}, or with other fields than {fields}"
 
     async def get(self, path: str) -> Any:
         """Return a page's JSON; raises HarnessError as `post`."""
@@ -147,6 +149,8 @@ class Client:
         begin = time.perf_counter()
         self._num_bodies += body is not None
         self._fields.update(body or ())
+        self._num_open += 1
+        self._most_open = max(self._most_open, self._num_open)
         try:
             async with self._http.stream(method, path, json=body) as response:
                 if not response.is_success:
@@ -163,6 +167,8 @@ class Client:
         except httpx.TransportError as error:
             what = f"the connection ended in the middle of an answer: {self._clean(str(error)) or type(error).__name__}"
             raise _RetryError(self._error(Code.ENDPOINT_HUNG_UP, what, path, None)) from error
+        finally:
+            self._num_open -= 1
 
     async def _read(self, response: httpx.Response, path: str) -> str:
         parts = [part async for part in self._parts(response, path)]

@@ -66,7 +66,7 @@ def check_endpoint(
         notes=(
             *plan.notes,
             *_notes(probed, results, asked.client),
-            f"{_not_asked(probed, runs, address.concurrency)}, {asked.client.not_asked}",
+            _not_asked(probed, runs, asked.client),
             "not judged: other fields of answers than tokens, text, log probabilities, ends and counts",
         ),
     )
@@ -182,7 +182,7 @@ _WAYS = {
 }
 
 
-def _not_asked(probed: Probed, runs: Sequence[ScheduledRequests], concurrency: int) -> str:
+def _not_asked(probed: Probed, runs: Sequence[ScheduledRequests], client: Client) -> str:
     """Say what no request was sent for, so that nothing is known of it."""
     asked = {run.way for run in runs} | ({Way.TEXT} if not probed.dialect.takes_token_ids else set())
     unasked = [what for way, what in _WAYS.items() if way not in asked]
@@ -191,10 +191,9 @@ def _not_asked(probed: Probed, runs: Sequence[ScheduledRequests], concurrency: i
     plain = [item for run in runs for item in run.sent if run.way is Way.PLAIN]
     longest = max((len(item.prompt) for item in sent), default=0)
     most = max((len(item.result.token_ids) for item in sent if isinstance(item.result, Completion)), default=0)
-    together = min(concurrency, max((len(run.sent) for run in runs), default=0))
     unasked += ["streams without log probabilities"] if len(plain) < 2 else []
     unasked += ["chats", "temperatures above 0", f"prompts of more than {longest:,} tokens"]
-    unasked += [f"more than {most:,} new tokens", f"more than {together} requests at once"]
+    unasked += [f"more than {most:,} new tokens", client.not_asked]
     return f"not asked: {', '.join(unasked)}"
 
 

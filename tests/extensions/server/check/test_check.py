@@ -233,9 +233,9 @@ def test_what_was_not_asked_is_said_with_its_sizes(server, folder):
     result = check_endpoint(make_plan(folder, prompts=[[*range(3, 20)]], max_new_tokens=5), Address(url=url))
     (note,) = [note for note in result.notes if note.startswith("not asked: ")]
     # half of an answer is sent behind its prompt once more, and a prompt twice at once
-    assert "prompts of more than 19 tokens, more than 5 new tokens, more than 2 requests at once, " in note
+    assert "prompts of more than 19 tokens, more than 5 new tokens, more than " in note
     assert "streams without log probabilities, chats, " in note
-    assert "lists of prompts, another client, more than " in note
+    assert 2 <= int(note.partition(" requests at once")[0].split()[-1]) <= 8
     fields = note.partition("other fields than ")[2].split(", ")
     assert {"max_tokens", "prompt", "stop"} <= set(fields)
     assert not {"user", "stream_options", "suffix"} & set(fields)
