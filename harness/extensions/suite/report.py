@@ -106,7 +106,8 @@ def facts(result: SuiteResult) -> list[tuple[str, str]]:
     if result.num_resumed:
         words = (
             f"{count(result.num_resumed, 'case')} had ended before, and did not run again: "
-            "what they read is the same, and environment variables are not compared"
+            "the files that Python opened are the same; environment variables, the time, files that were only listed "
+            "or looked for, and those that a library or a process opened are not compared"
         )
         sentences.append(("resumed", words))
     retried = sum(case.attempts > 1 for case in result.cases)

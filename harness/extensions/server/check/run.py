@@ -192,6 +192,8 @@ def _not_asked(probed: Probed, runs: Sequence[ScheduledRequests], client: Client
     longest = max((len(item.prompt) for item in sent), default=0)
     most = max((len(item.result.token_ids) for item in sent if isinstance(item.result, Completion)), default=0)
     unasked += ["streams without log probabilities"] if len(plain) < 2 else []
+    is_ended = any(isinstance(item.result, Completion) and item.result.finish_reason == "stop" for item in sent)
+    unasked += [] if is_ended else ["answers to an end of text"]
     unasked += ["chats", "temperatures above 0", f"prompts of more than {longest:,} tokens"]
     unasked += [f"more than {most:,} new tokens", client.not_asked]
     return f"not asked: {', '.join(unasked)}"

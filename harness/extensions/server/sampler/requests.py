@@ -26,7 +26,7 @@ _BIAS = 5.0
 _PLAIN_TOKENS, _MOTIF_TOKENS, _REPEATS = (6, 14), (3, 6), 2
 NOT_ASKED = (
     f"not asked: answers of more than {TOKENS} tokens, prompts of more than {_PLAIN_TOKENS[1]}, other values than "
-    "those of the table, which different seeds draw alike, streams, chats, several answers to a prompt"
+    "those of the table, which different seeds draw alike, streams, chats, several answers, more than three biases"
 )
 """A prompt is a few random tokens, so that what follows is uncertain; for penalties fewer of them, twice, so that
 tokens that came are likely to come."""
