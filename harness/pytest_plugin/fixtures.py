@@ -19,7 +19,7 @@ class NothingCheckedWarning(pytest.PytestWarning):
 
 @pytest.fixture
 def harness_check(request: pytest.FixtureRequest) -> "Iterator[Callable[..., CheckReport]]":
-    """Yield `harness.check`, made to fail the test where the check does not pass.
+    """Return `harness.check`, made to fail the test where the check does not pass.
 
     The figures of each check are properties of the test in a JUnit file. A test whose device is not there is skipped.
     """
