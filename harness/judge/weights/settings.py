@@ -50,7 +50,7 @@ def _not_compared(folders: Sequence[Path], compared: Collection[str]) -> Iterato
         files = [folder / name for folder in folders]
         if not all(file.is_file() for file in files):
             yield f"{name}: not both folders have one"
-        elif not filecmp.cmp(*files, shallow=False):
+        elif not filecmp.cmp(files[0], files[1], shallow=False):
             yield f"{name}: its bytes differ"
 
 
