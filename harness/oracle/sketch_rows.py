@@ -8,7 +8,7 @@ to 6 %.
 Equal rows have equal sketches, bit for bit: the sums are taken in one order, whatever rows stand beside them.
 
 Sums in float64 are stored in float32: each is off by a rounding to float32 at most, as an element of the engine's row
-is. So a distance of one rounding seems to be two. The norm is stored to 48 bits, and the difference of
+is. So a distance of one rounding may seem to be two. The norm is stored to 48 bits, and the difference of
 two norms is the least distance: rows that differ in a single bit do not seem equal.
 """
 
