@@ -16,7 +16,7 @@ from harness.judge.explain.edits import other_code
 from harness.judge.explain.experts import experts, router
 from harness.judge.explain.layer import activation, embedding, wiring
 from harness.judge.explain.products import linear, logits, lora, rows
-from harness.judge.explain.rotary import frequencies, positions, rotation
+from harness.judge.explain.rotary import positions
 from harness.judge.explain.states import kept, recurrence
 
 _EMBEDDING = (embedding.not_scaled, embedding.scaled, embedding.another_token)
@@ -60,19 +60,8 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
     ),
     Kind.ROTARY: (
         positions.along_axes,
-        rotation.other_pairs,
-        rotation.not_rotated,
-        rotation.backwards,
-        frequencies.scaling_ignored,
-        frequencies.other_scaling,
-        frequencies.wrong_theta,
-        frequencies.of_other_layers,
-        rotation.stretched,
-        frequencies.partial_rotary,
-        rotation.coarse_table,
+        *unrecorded.ROTATED_WRONGLY,
         positions.other_positions,
-        rotation.frequencies_of_other_pairs,
-        rotation.other_tables,
         formats.in_few_bits,
     ),
     Kind.ADD: (

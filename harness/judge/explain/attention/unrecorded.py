@@ -21,7 +21,7 @@ from harness.oracle.rotation import Rotation, rotations
 _PROBED_ROWS = 6
 _GRID_OF_THETAS = [1e2 * math.exp(step / 10) for step in range(160)]
 """Bases from 100 to 900 million among which the best one is looked for."""
-_ROTATED_WRONGLY = (
+ROTATED_WRONGLY = (
     rotation.other_pairs,
     rotation.not_rotated,
     rotation.backwards,
@@ -35,7 +35,7 @@ _ROTATED_WRONGLY = (
     rotation.frequencies_of_other_pairs,
     rotation.other_tables,
 )
-"""Explanations of a rotation that are tried on queries and keys together."""
+"""Explanations of a rotation, which are tried on queries and keys together where neither was recorded."""
 _POSITIONS = {
     "positions restart at 0 in every step: the chunk's offset is forgotten": "chunk",
     "positions run on through the batch instead of restarting for each request": "batch",
@@ -65,7 +65,7 @@ def rotated_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def _rotated(wrong: WrongOperation, sides: _Sides) -> Iterator[Hypothesis]:
-    for explain in _ROTATED_WRONGLY:
+    for explain in ROTATED_WRONGLY:
         keys = {(item.cause, item.detail): item for item in explain(sides.key) if not item.num_fitted}
         for query in explain(sides.query):
             key = keys.get((query.cause, query.detail))
