@@ -50,6 +50,8 @@ class AttentionContext:
     """[T, S] bool: keys that HF's mask shows each query; None for all keys up to the query, within the window."""
     sinks: torch.Tensor | None = None
     """[N] float64: logits that take part in the softmax without a value."""
+    bias: torch.Tensor | None = None
+    """[N or 1, T, S] float64: what is added to the scores, as ALiBi does, by the place of a key and not by the key."""
 
     @property
     def num_groups(self) -> int:
@@ -82,13 +84,20 @@ class AttentionContext:
     def scores(
         self, *, key: torch.Tensor | None = None, scale: float | None = None, heads: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the scores [N, T, S], unmasked.
+        """Return the scores [N, T, S], unmasked, with the bias of each place.
 
         Args:
             key: [S, K, H] in the place of the recorded keys.
             scale: in the place of the model's.
             heads: [N], the KV head that each query head reads.
         """
+        scores = self.products(key=key, scale=scale, heads=heads)
+        return scores if self.bias is None else scores + self.bias
+
+    def products(
+        self, *, key: torch.Tensor | None = None, scale: float | None = None, heads: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the scores [N, T, M] of any keys, without a bias; for the arguments see `scores`."""
         k_NSH = self.spread(self.key if key is None else key, heads)
         scores = self.query.transpose(0, 1) @ k_NSH.transpose(1, 2) * (self.scale if scale is None else scale)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
@@ -137,6 +146,7 @@ class AttentionContext:
             rows=self.rows.select(keep),
             query=self.query[keep],
             seen=None if self.seen is None else self.seen[keep],
+            bias=None if self.bias is None else self.bias[:, keep],
         )
 
 
@@ -224,6 +234,7 @@ def _history(batch: PaddedBatch, call: AttentionCall, line: int, places: torch.T
         seen=None if call.mask is None else _seen(call, line, positions, length),
         softcap=call.options.get("softcap"),
         sinks=None if sinks is None else sinks.detach().to("cpu", torch.float64).flatten(),
+        bias=_bias(call, line, positions, length),
     )
 
 
@@ -231,6 +242,17 @@ def _seen(call: AttentionCall, line: int, positions: torch.Tensor, length: int) 
     visible = visible_keys(call)[:, 0].cpu()
     is_seen = visible[line if len(visible) > 1 else 0][positions, :length]
     return is_seen if bool(is_seen.any(dim=1).all()) else None
+
+
+def _bias(call: AttentionCall, line: int, positions: torch.Tensor, length: int) -> torch.Tensor | None:
+    """Return what a mask adds where a key is seen [N or 1, T, S], zero at most; None for zero everywhere."""
+    if call.mask is None or call.mask.dtype == torch.bool:
+        return None
+    mask = call.mask[line if len(call.mask) > 1 else 0][:, positions, :length].to("cpu", torch.float64)
+    visible = visible_keys(call)[line if len(call.mask) > 1 else 0][:, positions, :length].cpu()
+    seen = mask.masked_fill(~visible, -torch.inf)
+    bias = (seen - seen.amax(dim=-1, keepdim=True)).masked_fill(~visible, 0.0)  # of a row, all may be higher
+    return bias if bool(bias.any()) else None
 
 
 def _heads(x_NTH: torch.Tensor) -> torch.Tensor:

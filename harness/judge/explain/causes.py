@@ -21,9 +21,7 @@ from harness.judge.explain.states import kept, recurrence
 
 _EMBEDDING = (embedding.not_scaled, embedding.scaled, embedding.another_token)
 _ELEMENTWISE = (activation.clamped, activation.soft_capped)
-OF_ATTENTION_PARAMETERS: Sequence[Explain] = (
-    unrecorded.rotated_otherwise,
-    unrecorded.rotated_though_none,
+OF_MASK_AND_SCALE: Sequence[Explain] = (
     masks.causal_mask_off,
     masks.mask_misaligned,
     masks.wrong_window,
@@ -31,6 +29,11 @@ OF_ATTENTION_PARAMETERS: Sequence[Explain] = (
     softmax.wrong_scale,
     softmax.bias_added,
     softmax.coarse_softmax,
+)
+OF_ATTENTION_PARAMETERS: Sequence[Explain] = (
+    unrecorded.rotated_otherwise,
+    unrecorded.rotated_though_none,
+    *OF_MASK_AND_SCALE,
 )
 """Explanations of attention by what it is told: rotation, mask, scale."""
 EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
@@ -80,6 +83,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         formats.declared_format,
         slots.past_the_context,
         reads.read_back,
+        reads.cleared_pages,
         misread.other_rows,
         *OF_ATTENTION_PARAMETERS,
         masks.mask_otherwise,

@@ -8,7 +8,7 @@ prefix sums give every run at once, whatever the size of a block, and the run is
 `D` shifts, `B` ends of runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -17,11 +17,11 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.judge.compare.batch import spread
 from harness.judge.compare.evidence import AttentionContext
-from harness.judge.explain.cache.contents import KEY, VALUE, ContentIndex, contents_of, provenance_of
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
+from harness.judge.explain.cache.contents import ContentIndex, contents_of, provenance_of
+from harness.judge.explain.core.wrong_operation import KEY, VALUE, Hypothesis, WrongOperation
 
-_MOST_REQUESTS, _MOST_PROBED, _MOST_RUNS = 4, 3, 6
-"""Other requests that may be read, rows of a request that are searched, and runs of each of them that are tried."""
+_MOST_REQUESTS, _MOST_PROBED, _MOST_RUNS, _MOST_COMPARED = 4, 3, 6, 8
+"""Other requests that may be read, rows of a request that are searched, runs that are tried on these, and on all."""
 _NUM_PROJECTIONS, _AT_ONCE = 16, 64
 _MOST_PLACES = 1 << 22
 """Runs of one row from one source that are compared; of more, those are left out that begin at odd places."""
@@ -31,6 +31,8 @@ _LEAST_WEIGHT = 1e-3
 """Of what is read, so much of the right weight at least: reading nothing at all makes any sum zero."""
 _MOST_ROWS, _AS_GOOD = 0.9, 1.5
 """Share of the rows by whose error runs are compared, and how much more of it a rounder run may leave."""
+_EXACT = 1e-9
+"""Error that any exact run may leave."""
 _MOVES = ((False, False), (False, True), (True, True), (True, False))
 _PAGE, _LARGEST_PAGE = 16, 64
 """Slots of a page where the engine does not say; slots up to which one slot of every page is looked for."""
@@ -40,7 +42,7 @@ _PARTS = {"": (True, True), "the keys of ": (True, False), "the values of ": (Fa
 """Whether keys are read from elsewhere, and whether values are."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Source:
     """Rows in a line, which may be read in the place of others."""
 
@@ -202,8 +204,10 @@ def _sources(view: AttentionContext, contents: ContentIndex) -> Iterator[_Source
         here = (known.request == holder).nonzero()[:, 0]
         here = here[known.position[here].argsort(stable=True)]
         positions = known.position[here]
-        if holder != request and int(positions[-1] - positions[0]) == len(here) - 1:
-            key, value = (contents.tensors[kind][here] for kind in (KEY, VALUE))
+        key, value = (contents.tensors[kind][here] for kind in (KEY, VALUE))
+        is_whole = int(positions[-1] - positions[0]) == len(here) - 1
+        is_kept = key[0].numel() == view.key[0].numel() and value[0].numel() == view.value[0].numel()  # and no latent
+        if holder != request and is_whole and is_kept:
             rows = key.unflatten(1, view.key.shape[1:]), value.unflatten(1, view.value.shape[1:])
             yield _Source(holder, int(positions[0]), known.step[here], *rows)
 
@@ -212,20 +216,26 @@ def _best_run(
     view: AttentionContext, actual: torch.Tensor, columns: torch.Tensor, contents: ContentIndex
 ) -> _Run | None:
     """Return the run that comes nearest to all rows [T, N*H] of a request."""
-    tried, sources = list[tuple[float, _Run]](), list(_sources(view, contents))
-    for at in spread(range(len(view.rows)), _MOST_PROBED):
-        row = view.select(torch.tensor([at]))
-        for run in _search(row, actual[at], columns, sources):
-            for moves in _MOVES if run.every == 1 else ((False, True),):
-                moved = replace(run, moves=moves)
-                error = ((_read(view, moved) - actual) * columns).norm(dim=1)
-                tried.append((float(error.quantile(_MOST_ROWS)), moved))
-                if len(view.rows) == 1:
-                    break
-    if not tried:
-        return None
-    least = min(error for error, _ in tried)
-    return min((run for error, run in tried if error <= _AS_GOOD * least), key=lambda run: run.roundness)
+    sources, probed = list(_sources(view, contents)), spread(range(len(view.rows)), _MOST_PROBED)
+    runs = [
+        replace(run, moves=moves)
+        for at in probed
+        for run in _search(view.select(torch.tensor([at])), actual[at], columns, sources)
+        for moves in (((False, True),) if run.every > 1 else _MOVES if len(view.rows) > 1 else _MOVES[:1])
+    ]
+
+    def error(run: _Run, rows: torch.Tensor, quantile: float) -> float:
+        left = ((_read(view.select(rows), run) - actual[rows]) * columns).norm(dim=1)
+        return float(left.quantile(quantile))
+
+    runs = _best_of({run: error(run, torch.tensor(probed), 0.5) for run in dict.fromkeys(runs)})[:_MOST_COMPARED]
+    return next(iter(_best_of({run: error(run, torch.arange(len(view.rows)), _MOST_ROWS) for run in runs})), None)
+
+
+def _best_of(errors: Mapping[_Run, float]) -> list[_Run]:
+    """Return runs in the order of their errors; of those that are as good as the best one, the round ones first."""
+    as_good = _AS_GOOD * min(errors.values(), default=0.0) + _EXACT
+    return sorted(errors, key=lambda run: (max(errors[run], as_good), run.roundness))
 
 
 def _read(view: AttentionContext, run: _Run) -> torch.Tensor:
@@ -278,6 +288,7 @@ class _Sums:
         self.seen = row.visible()[0, :length]
         self.top = scores[self.seen].amax(dim=0)
         weights = (scores - self.top).exp() * self.seen[:, None]
+        self.of_places = 1.0 if row.bias is None else row.bias[:, 0, :length].T.exp()  # [S, N]
         sink = torch.zeros(num_heads) if row.sinks is None else (row.sinks - self.top).exp()
         self.total = weights.sum(dim=0) + sink
         self.weights = weights / self.total  # [S, N]
@@ -299,7 +310,7 @@ class _Sums:
             return
         of_key, of_value = _PARTS[part]
         held_key, held_value = source.held(self.row)
-        scores = self.row.scores(key=held_key)[:, 0].T
+        scores = self.row.products(key=held_key)[:, 0].T
         weights = (scores - self.top).clamp(max=50).exp() / self.total  # [M, N]
         values = self._projected(held_value)  # [M, N, P]
         stride = _stride(length, len(weights))
@@ -313,7 +324,7 @@ class _Sums:
             places = torch.arange(length) + torch.tensor(chosen)[:, None]  # [D, S]
             is_held = (places >= 0) & (places < len(weights))
             places = places.clamp(0, len(weights) - 1)
-            new_weights = weights[places] if of_key else self.weights.expand(len(chosen), -1, -1)
+            new_weights = weights[places] * self.of_places if of_key else self.weights.expand(len(chosen), -1, -1)
             new_values = values[places] if of_value else self.values
             change = (new_weights[..., None] * new_values).sum(dim=2) - self.of_own
             weight = (new_weights - self.weights).mean(dim=2)

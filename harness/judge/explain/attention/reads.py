@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 
 import torch
 
@@ -18,6 +19,8 @@ _PADDED = ", in the same columns of a padded batch"
 _COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _MOST = 64
 """KV heads up to which every one is tried for every query head."""
+_PAGES, _NEVER = (2, 4, 8, 16, 32, 64), 1 << 62
+"""Sizes of pages that are tried; a step that never comes."""
 _READS = {
     "query heads read the wrong KV heads": (True, True),
     "query heads read the values of the wrong KV heads, and the right keys": (False, True),
@@ -176,6 +179,30 @@ def _with_history(
             key=torch.where(where, key, view.key), value=torch.where(where, value, view.value))))  # fmt: skip
     order = torch.cat([here for here, _ in parts]).argsort()
     return torch.cat([output for _, output in parts])[order]
+
+
+def cleared_pages(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """A step that begins within a page clears it, or writes it anew: what earlier steps wrote there is lost.
+
+    Causes: a step clears the page that it begins in: every step, or chunks alone; its own rows, or all later ones, read
+    zeros there.
+    """
+    for size, (steps, least), readers in product(_PAGES, (("chunks", 2), ("steps", 1)), ("its own rows", "later rows")):
+
+        def is_lost(view: AttentionContext) -> torch.Tensor:
+            at, step = torch.arange(len(view.key)), view.key_step
+            after = torch.searchsorted(step, step, right=True)  # where the next step begins
+            begin = after.clamp(max=len(step) - 1)
+            length = torch.searchsorted(step, step[begin], right=True) - after
+            lost = torch.where((after // size == at // size) & (length >= least), step[begin], _NEVER)  # noqa: B023
+            reader = view.rows.step[:, None]
+            return lost <= reader if readers == "later rows" else lost == reader  # noqa: B023
+
+        output = wrong.over_views(
+            lambda view: _with_history(view, torch.zeros_like(view.key), torch.zeros_like(view.value), is_lost)
+        )
+        detail = f"pages of {size}, {steps}: {readers} read zeros where earlier steps wrote"
+        yield Hypothesis(cause="a step clears the page that it begins in", output=output, detail=detail)
 
 
 def other_kv_heads(wrong: WrongOperation) -> Iterator[Hypothesis]:

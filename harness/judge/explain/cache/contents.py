@@ -14,10 +14,10 @@ from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Rows, is_readback, step_rows
 from harness.judge.compare.evidence import AttentionContext
 from harness.judge.compare.sequences import SlotHistory, Write
-from harness.judge.explain.core.wrong_operation import WrongOperation, latest
+from harness.judge.explain.core.wrong_operation import KEY, VALUE, KeptRows, WrongOperation, latest
 from harness.results.check import Provenance
 
-KEY, RAW_KEY, VALUE, ZERO = "key", "key before rotary", "value", "zeros"
+RAW_KEY, ZERO = "key before rotary", "zeros"
 _MAX_ROWS = 1 << 14
 _TOLERANCE = 4.0
 """Roundings within which two rows are one and the same content."""
@@ -40,12 +40,14 @@ class Match:
 class ContentIndex:
     """Keys, keys before rotary and values of one layer, at every row that computed them."""
 
-    def __init__(self, recording: Recording, graph: Graph, layer: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, recording: Recording, graph: Graph, layer: int, dtype: torch.dtype, unshown: KeptRows | None = None
+    ) -> None:
         self.layer = layer
         self.taps = _taps(graph, layer)
         self._tolerance = _TOLERANCE * rounding_unit(dtype)
-        self.rows: dict[str, Rows] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.rows: dict[str, Rows] = {kind: rows for kind, (rows, _) in (unshown or {}).items()}
+        self.tensors: dict[str, torch.Tensor] = {kind: x for kind, (_, x) in (unshown or {}).items()}
         """[rows, K*H] float64 of each kind."""
         for kind, tap in self.taps.items():
             steps = [step for step in recording.steps if not is_readback(step) and step.has(tap)]
@@ -109,7 +111,7 @@ class ContentIndex:
         slots = memory.slots(table, position + 1)
         slot = slots[position] if memory.is_known and position < len(slots) else None
         writer = None if slot is None else memory.writer(slot, step)
-        if content is None and writer is not None:
+        if content is None and writer is not None and KEY in self.taps:
             written = memory.content([writer], self.taps[KEY])
             content = None if written is None else written[0]
         match = Match(kind=ZERO) if content is None else self.whose(content)
@@ -223,7 +225,7 @@ def history(
 
 def contents_of(wrong: WrongOperation) -> ContentIndex:
     """Return all keys and values that were recorded of the operation's layer."""
-    return ContentIndex(wrong.recording, wrong.graph, wrong.operation.layer or 0, wrong.dtype)
+    return ContentIndex(wrong.recording, wrong.graph, wrong.operation.layer or 0, wrong.dtype, wrong.kept_rows)
 
 
 def provenance_of(wrong: WrongOperation, step: int, request: int, position: int, content: torch.Tensor) -> Provenance:

@@ -9,10 +9,10 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind
 from harness.judge.compare.align import Prefixes, is_readback
 from harness.judge.compare.sequences import Write
-from harness.judge.explain.cache.contents import KEY, RAW_KEY, VALUE, contents_of, describe_writes
+from harness.judge.explain.cache.contents import RAW_KEY, contents_of, describe_writes
 from harness.judge.explain.core.drafts import given_up, is_draft_of, name_of_row
 from harness.judge.explain.core.formats import FLOAT8_DTYPES, HALF_DTYPES, cut_off, name_of, rounded
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, latest
+from harness.judge.explain.core.wrong_operation import KEY, VALUE, Hypothesis, WrongOperation, latest
 from harness.oracle.rotation import rotations
 from harness.results.check import Provenance
 

@@ -28,6 +28,11 @@ _SAME = 1e-5
 """Relative distance within which an operation that is computed by itself is the one in HF's forward."""
 
 
+KEY, VALUE = "key", "value"
+KeptRows = Mapping[str, tuple[Rows, torch.Tensor]]
+"""Rows [M, K*H] of keys and of values, by the two names."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
     """A mistake in place of the operation, and the values that it would have given."""
@@ -109,6 +114,8 @@ class WrongOperation(Evidence):
     """Time that is left for trying edits of HF's code; None: none are tried."""
     downstream: Downstream | None = None
     """For an operation that was not recorded: then `actual` is no more than a guess."""
+    kept_rows: KeptRows | None = None
+    """Keys and values of the rows around it, of an attention that HF's interface does not show."""
 
     def misfit(self, rows: torch.Tensor, output: torch.Tensor) -> float:
         """Return how far rows with these numbers [n] are from what was recorded, were they `output` [n, W]."""

@@ -15,11 +15,12 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind
 from harness.judge.compare.evidence import guarded
+from harness.judge.explain.attention.unshown import unshown_attention
 from harness.judge.explain.causes import stages_of
 from harness.judge.explain.core.wrong_operation import Explain, Hypothesis, WrongOperation
 from harness.judge.explain.trial.description import pattern
 from harness.judge.explain.trial.not_finite import not_finite
-from harness.judge.explain.trial.unrecorded import OF_UNRECORDED_ATTENTION, unrecorded_attention
+from harness.judge.explain.trial.unrecorded import OF_UNRECORDED_ATTENTION, OF_UNSHOWN_ATTENTION, unrecorded_attention
 from harness.results.check import Explanation
 
 _FALL = 0.5
@@ -179,6 +180,9 @@ def rank_hypotheses(wrong: WrongOperation, scope: str) -> Explanation:
         return not_finite(wrong, scope)
     failures = list[str]()
     unrecorded, order = unrecorded_attention(wrong) or (None, None)
+    if unrecorded is None:
+        with guarded(unshown_attention.__name__, failures):
+            unrecorded, order = unshown_attention(wrong) or (None, None)
     if order is not None:
         wrong = wrong.take(order)
     return with_failures(_ranked(wrong, unrecorded, failures, scope), failures)
@@ -215,7 +219,8 @@ def _best(
             break  # what can be said of any operation says less
         trials = list(_trials(stage, wrong, wrong, failures))
         if unrecorded is not None and not number:
-            trials = [*_trials(OF_UNRECORDED_ATTENTION, unrecorded, wrong, failures), *trials]
+            explanations = OF_UNRECORDED_ATTENTION if unrecorded.kept_rows is None else OF_UNSHOWN_ATTENTION
+            trials = [*_trials(explanations, unrecorded, wrong, failures), *trials]
         asserted = [trial for trial in trials if trial.is_cause and not trial.hypothesis.is_fallback]
         fallback = fallback or next((t for t in trials if t.is_cause and t.hypothesis.is_fallback), None)
         leader = best

@@ -10,8 +10,8 @@ import torch
 
 from harness.formats.taps import Kind, Operation
 from harness.judge.compare.evidence import histories
-from harness.judge.explain.attention import softmax
-from harness.judge.explain.causes import OF_ATTENTION_PARAMETERS
+from harness.judge.explain.attention import misread, reads, softmax
+from harness.judge.explain.causes import OF_ATTENTION_PARAMETERS, OF_MASK_AND_SCALE
 from harness.judge.explain.core.wrong_operation import Downstream, Explain, WrongOperation
 
 OF_UNRECORDED_ATTENTION: Sequence[Explain] = (
@@ -21,6 +21,14 @@ OF_UNRECORDED_ATTENTION: Sequence[Explain] = (
     softmax.other_sinks,
 )
 """Explanations for attention that was not recorded: its parameters, not its kernel."""
+OF_UNSHOWN_ATTENTION: Sequence[Explain] = (
+    misread.other_rows,
+    reads.cleared_pages,
+    reads.coarse_cache,
+    reads.other_kv_heads,
+    *OF_MASK_AND_SCALE,
+)
+"""Explanations for attention that HF's interface does not show: of keys and values, too."""
 
 
 def unrecorded_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.Tensor] | None:

@@ -228,3 +228,23 @@ def test_the_nearest_head_over_all_rows_counts(toy):
     actual[3] += 0.5
     hypothesis = by_cause(reads.other_kv_heads, toy.failure(actual))[WRONG]
     assert hypothesis.detail.endswith(str(another))
+
+
+def test_a_chunk_that_clears_its_page(toy):
+    """Requests 0 and 1 have a chunk from positions 4 and 1 on; pages of 4 begin at the former."""
+    zero = torch.zeros(K, H, dtype=torch.float64)
+
+    def lost(rows_lost):
+        return reading(
+            toy, lambda _: zero, lambda _: zero, lambda place, at: at in rows_lost and step_of(place) > step_of(at)
+        )
+
+    hypotheses = {item.detail: item.output for item in reads.cleared_pages(toy.failure())}
+    of_later, of_own = (
+        lambda size, which=which: f"pages of {size}, chunks: {which} read zeros where earlier steps wrote"
+        for which in ("later rows", "its own rows")
+    )
+    torch.testing.assert_close(hypotheses[of_later(4)], lost({(1, 0)}))
+    torch.testing.assert_close(hypotheses[of_later(8)], lost({(1, 0), *((0, at) for at in range(4))}))
+    assert not torch.equal(hypotheses[of_own(4)], hypotheses[of_later(4)])
+    assert len(hypotheses) == 24

@@ -5,7 +5,8 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.judge.compare.sequences import SlotHistory, Write
-from harness.judge.explain.cache.contents import KEY, RAW_KEY, VALUE, ContentIndex, describe_writes
+from harness.judge.explain.cache.contents import RAW_KEY, ContentIndex, describe_writes
+from harness.judge.explain.core.wrong_operation import KEY, VALUE
 
 LAYER = 1
 TAPS = {

@@ -27,7 +27,7 @@ class Wrong:
     operation = Operation(tap="model.layers.0.self_attn.q_proj", kind=Kind.LINEAR)
     head_dim = 8
     positions = torch.zeros(ROWS, dtype=torch.int64)
-    unrecorded = ()
+    unrecorded, rerun = (), None
 
     def __init__(self, actual, dtype=torch.float32, expected=EXPECTED, bound=3.0):
         self.actual, self.expected, self.dtype = actual, expected, dtype

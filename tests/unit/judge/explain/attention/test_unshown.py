@@ -1,0 +1,56 @@
+"""Attention that HF computes without its interface: what it reads is named, though no key and no value is shown."""
+
+import pytest
+
+import harness
+from harness.extensions.faults.modules.changes import cache
+from harness.extensions.faults.zoo.models import build
+
+PROMPTS = [list(range(5, 27)), list(range(60, 74))]
+
+
+def reading(change):
+    """Attention reads what `change` makes of keys and values [B, K, S, H] in decode; the cache keeps them."""
+
+    def update(inner, k, v, *rest, **named):
+        key, value = (x.clone() for x in inner(k, v, *rest, **named))
+        if k.shape[2] == 1:
+            change(key, value)
+        return key, value
+
+    return cache(update=update)
+
+
+def one_block(key, value):
+    for x in (key, value):
+        x[:, :, 8:12] = x[:, :, 4:8].clone()
+
+
+def one_slot_low(key, value):
+    key[:, :, -2] = key[:, :, -1]
+    key[:, :, -1] = 0
+
+
+def every_fourth(_key, value):
+    value[:, :, 3::4] = 0
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("family", "change", "cause"),
+    [
+        ("bloom", one_block, "reads one block of its history from a wrong place"),
+        ("falcon", one_block, "reads one block of its history from a wrong place"),
+        ("mpt", one_slot_low, "keys are written 1 slot low"),
+        ("xglm", every_fourth, "reads the values of one slot of every 4 of its history as zeros"),
+    ],
+)
+def test_what_decode_reads_is_named(tmp_path, family, change, cause):
+    model = build(family, seed=7)
+    model.save_pretrained(tmp_path)
+    reading(change)(model)
+    report = harness.check(model, model=tmp_path, prompts=PROMPTS, max_new_tokens=5, schedules=["plain"])
+    explanation = report.first_divergence.explanation
+    assert explanation.is_cause
+    assert explanation.cause.startswith(cause)
+    assert explanation.scope == "decode rows"
