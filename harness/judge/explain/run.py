@@ -100,6 +100,8 @@ def _explained(wrong: WrongOperation, where: str) -> Explanation:
     failures = list[str]()
     with guarded(declared_failures.__name__, failures):
         for declared in declared_failures(wrong):
+            if wrong.edit_budget is not None:
+                wrong.edit_budget.begin_explanation()
             under_convention = rank_hypotheses(declared, where)
             if under_convention.is_cause:
                 return under_convention
@@ -167,6 +169,7 @@ class Explainer:
     def _explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation, and cache the result; None if there is no evidence on its rows."""
         if operation.tap not in self._known:
+            self._edit_budget.begin_explanation()
             explanation = self._search(operation)
             note = self._edit_budget.notes.get(operation.tap)
             if explanation is not None and note is not None and not explanation.is_cause:

@@ -6,8 +6,9 @@ not record follows from HF's own code: a change is tried through all that lies b
 `P` places of the batch, `R` rows.
 """
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -25,6 +26,8 @@ from harness.oracle.model import HFModel
 from harness.oracle.paired import Value, run_as_far_as
 from harness.oracle.watch import AttentionCall, Watch
 
+_SHARE = 0.9
+"""Of the time for an explanation: the rest is for what comes after the trials in bulk."""
 _SAME = 1e-5
 """Relative distance of two runs that give the same."""
 
@@ -166,6 +169,26 @@ class Budget:
     seconds: float
     notes: dict[str, str] = field(default_factory=dict)
     """By tap, what was not tried."""
+    _longest: float = field(init=False)
+    _end: float = field(init=False, default=math.inf)
+    """Time of the thread at which the explanation that is looked for now has taken as long as all may take."""
+
+    def __post_init__(self) -> None:
+        self._longest = _SHARE * self.seconds
+
+    def begin_explanation(self) -> None:
+        """Begin with another operation: what is tried of it takes as long as all together may take, at most."""
+        self._end = time.thread_time() + self._longest
+
+    @property
+    def left(self) -> float:
+        """Time for what comes next, in seconds: what else was tried of this operation has taken its part."""
+        return min(self.seconds, self._end - time.thread_time())
+
+    @property
+    def is_half_spent(self) -> bool:
+        """Whether what was tried of this operation leaves less than half of the time for what comes next."""
+        return self.left < self._longest / 2
 
     @contextmanager
     def spent(self) -> Iterator[None]:
@@ -189,3 +212,21 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
             delattr(holder, name)
         else:
             setattr(holder, name, original)
+
+
+@contextmanager
+def attributes_kept(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Give modules back the attributes that they have, and what their lists and tables hold."""
+    tables = [vars(module) for module in modules]
+    tables += [item for table in tables for item in table.values() if type(item) is dict]
+    before = [(table, dict(table)) for table in tables]
+    lists = [(item, item[:]) for table in tables for item in table.values() if type(item) is list]
+    try:
+        yield
+    finally:
+        for table, original in before:
+            for name in table.keys() - original.keys():
+                del table[name]
+            table |= original
+        for item, elements in lists:
+            item[:] = elements

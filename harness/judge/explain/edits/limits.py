@@ -9,6 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from harness.judge.explain.core.rerun import Budget
+
 _MORE, _SPARE_BYTES = 16, 1 << 28
 """Times the bytes that the right program makes, and bytes beyond them, that a trial may make."""
 _LONGER, _SPARE_SECONDS = 20, 0.1
@@ -92,7 +94,9 @@ def _on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return None
 
 
-def limited(right: Meter) -> Meter:
-    """Return a meter with the limits of a trial, by what the right program took."""
+def limited(right: Meter, budget: Budget | None = None) -> Meter:
+    """Return a meter with the limits of a trial, by what the right program took and by the time that is left."""
     max_bytes, max_seconds = _MORE * right.num_bytes + _SPARE_BYTES, _LONGER * right.taken + _SPARE_SECONDS
+    if budget is not None:
+        max_seconds = min(max_seconds, budget.left)
     return Meter(max_bytes=max_bytes, max_seconds=max_seconds, small=right.small)

@@ -9,7 +9,7 @@ as they were recorded, the whole part is run.
 `P` places of the batch, `R` rows, `F` few of them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from harness.base.metrics import rounding_unit
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.judge.compare.evidence import PartInputs
 from harness.judge.explain.core.fit import fit_factor_near_one
-from harness.judge.explain.core.rerun import Rerun, is_same
+from harness.judge.explain.core.rerun import Rerun, attributes_kept, is_same
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.edits.change import ModelChange
 from harness.judge.explain.edits.code import LinesRun, changes_of_code, lines_run, modules_around
@@ -48,7 +48,7 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
     transposed, in another order, rounded, scaled, or that of *module*; *module* gives its input.
     """
     budget = wrong.edit_budget
-    trials = None if budget is None or budget.seconds <= 0 else _Trials.of(wrong)
+    trials = None if budget is None or budget.left <= 0 else _Trials.of(wrong)
     if budget is None or trials is None:
         return
     with budget.spent():
@@ -56,7 +56,7 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
     for number, (likelihood, change) in enumerate(changes):
         if first is not None and likelihood > first:
             break  # what is less likely and fits as well would say less
-        if budget.seconds <= 0:
+        if budget.left <= 0:
             budget.notes[wrong.operation.tap] = (
                 f"{number:,} of {len(changes):,} edits of HF's code were tried in the time for them (--explain-seconds)"
             )
@@ -150,6 +150,8 @@ class _Trials:
     arguments: dict[str, tuple[Any, Any]]
     """By module, what it was called with first."""
     lines: LinesRun
+    modules: Sequence[nn.Module]
+    """Of the part, those whose forward may write to them."""
     few: dict[str, tuple[_Place, torch.Tensor] | None] = field(default_factory=dict)
     """By module: where to run it on a few rows, and their numbers [F] in the batch; None if it cannot be."""
     num_ended: int = 0
@@ -179,11 +181,14 @@ class _Trials:
         if not is_same(right, wrong.expected[here]):
             return None
         part = _Place(rerun, places[here], meter)
+        inside = wrong.hf.module(rerun.part_inputs.call.path).modules()
+        modules = [module for module in inside if not type(module).__module__.startswith("torch.")]
         taps = [op.tap for op in wrong.graph if op.tap in wrong.unrecorded and op.tap in rerun.values]
         unrecorded = {tap: rerun.values[tap][places[here]] for tap in taps}
         return cls(
-            wrong=wrong, here=here, part=part, right=right, unrecorded=unrecorded, arguments=arguments, lines=lines
-        )
+            wrong=wrong, here=here, part=part, right=right, unrecorded=unrecorded, arguments=arguments, lines=lines,
+            modules=modules,
+        )  # fmt: skip
 
     def hypothesis(self, change: ModelChange) -> Hypothesis | None:
         """Return what a change gives; None if that is not what was recorded, or the changed code does not run."""
@@ -237,7 +242,7 @@ class _Trials:
     def _under(self, change: ModelChange, factor: float, place: _Place) -> torch.Tensor | None:
         """Return the rows [n, W] under a change; None if it does not run, or not to such rows."""
         try:
-            with change.make(factor), limited(place.meter):
+            with attributes_kept(self.modules), change.make(factor), limited(place.meter, self.wrong.edit_budget):
                 output = place.run()
         except Exception:  # most changes of a program do not compile or run
             return None

@@ -7,8 +7,8 @@ again over the recorded rows, with the recorded inner values put in place, and w
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from harness.oracle.watch import Watch
 
 _SAME = 1e-4
 """Relative distance within which the module, run again, gives what it should."""
+_NEARER = 0.5
+"""Share of a row's error that a mistake leaves at most to be tried on the rows of all requests."""
 Sequences = Sequence[Rows]
 _Row = tuple[int, int]
 """(request, position)."""
@@ -95,6 +97,17 @@ class Recurrence:
                         if state is not None:
                             state.copy_(kept(name, state))
         return self._at_wrong_rows(outputs)
+
+    def of_shortest(self) -> "Recurrence":
+        """Return the same of the request with the shortest history alone."""
+        rows = min(self.histories, key=len)
+        wrong = self.wrong.select(self.wrong.rows.request == rows.request[0])
+        return replace(self, wrong=wrong, histories=(rows,))
+
+    def is_near(self, hypothesis: Hypothesis) -> bool:
+        """Whether what a mistake gives comes nearer to the usual row than what is right."""
+        left, error = ((x - self.wrong.actual).norm(dim=1) for x in (hypothesis.output, self.wrong.expected))
+        return float((left / error).median()) < _NEARER
 
     def convolved(self) -> Convolved:
         """Return what the mixer's convolutions give at each row; empty without any.
@@ -222,10 +235,18 @@ def wrong_state(wrong: WrongOperation) -> Iterator[Hypothesis]:
     step to the next; it takes in a row twice; it begins with what request *n* left.
     """
     recurrence = recurrence_of(wrong)
-    if recurrence is None:
+    if recurrence is None or not _has_state(recurrence):
         return
-    yield from _begun_elsewhere(recurrence)
-    yield from _kept_coarsely(recurrence)
+    for hypothesis in chain(_begun_elsewhere(recurrence), _kept_coarsely(recurrence)):
+        yield hypothesis
+        if wrong.edit_budget is not None and wrong.edit_budget.is_half_spent:
+            return
+
+
+def _has_state(recurrence: Recurrence) -> bool:
+    """Whether rows take anything from earlier rows of their request: experts do not."""
+    halves = [rows.select(part) for rows in recurrence.histories for part in torch.arange(len(rows)).chunk(2)]
+    return not recurrence.wrong.is_expected(recurrence.run(halves))
 
 
 def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
@@ -239,11 +260,12 @@ def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
     }
     if _any_within_a_step(recurrence.wrong.rows):  # or there would be no difference to steps
         patterns["no {state} is carried from row to row"] = _row_by_row
-    right = recurrence.convolved()
+    right, shortest = recurrence.convolved(), recurrence.of_shortest()
     for cause, pattern in patterns.items():
-        yield from _of_sequences(
-            recurrence, [item for rows in recurrence.histories for item in pattern(rows)], cause, right
-        )
+        some, every = ([item for rows in of.histories for item in pattern(rows)] for of in (shortest, recurrence))
+        is_told = recurrence.wrong.can_be_fitted
+        if not is_told or any(map(shortest.is_near, _of_sequences(shortest, some, cause, right))):
+            yield from _of_sequences(recurrence, every, cause, right)
     for request in recurrence.wrong.recording.manifest.requests:
         yield from _left_by(recurrence, request, right)
 
