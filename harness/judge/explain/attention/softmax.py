@@ -213,9 +213,12 @@ def other_cap(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The scores have a soft cap that the model does not, or another one than it has.
 
     Causes: a soft cap of *value* is applied to the scores, which the model does not have; the soft cap of the scores is
-    *value* instead of *value*.
+    *value* instead of *value*; is applied before the scale.
     """
     right = wrong.views[0].softcap
+    if right is not None:
+        output = wrong.over_views(lambda view: replace(view, softcap=right * view.scale).attend())
+        yield Hypothesis(cause="the soft cap of the scores is applied before the scale", output=output)
     fitted = _fitted_cap(wrong) if wrong.can_be_fitted else _CAPS[0]
     for cap, num_fitted in (*((item, 0) for item in _CAPS), (float(f"{fitted:.4g}"), 1)):
         if cap == right or (num_fitted and cap in _CAPS):

@@ -74,6 +74,9 @@ def _weights_otherwise(mixture: Mixture) -> Iterator[Hypothesis]:
     for order in list(permutations(range(count)))[1:] if count <= _MAX_ORDERED else ():
         cause = f"the experts of a row are given each other's weights, in the order {list(order)}"
         tried[cause] = weights_RC[:, order]
+    if count > 1:
+        cause = "each expert's output is written over those before it: only the expert with the highest number is added"
+        tried[cause] = weights_RC * (mixture.chosen == mixture.chosen.amax(dim=1, keepdim=True))
     for kept in range(1, count):
         whose = "the first of the chosen experts" if kept == 1 else f"the first {kept} of the chosen experts"
         first = weights_RC * (torch.arange(count) < kept)

@@ -49,14 +49,16 @@ def other_choice(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if wrong.operation.among_tokens or not wrong.operation.inputs:  # no experts, or nothing that they are chosen by
         return
     scores, count = wrong.inputs[0].flatten(1), wrong.expected.shape[1]
+    if _is_one_choice(wrong):
+        yield choice(wrong, "every row is sent to the same experts", wrong.actual[:1].long().expand(len(scores), -1))
+    if scores.shape[1] == 2:  # one of two groups: a wrong row has the other one, whatever the mistake
+        return
     order = scores.argsort(dim=1, descending=True)
     best = order[:, :count]
     yield choice(wrong, "the experts with the lowest scores are chosen", order.flip(1)[:, :count])
     if order.shape[1] > count:
         yield choice(wrong, "the best expert is passed over: the choice begins at the second", order[:, 1 : count + 1])
     yield choice(wrong, "the best expert is chosen for every place", order[:, :1].expand(-1, count))
-    if _is_one_choice(wrong):
-        yield choice(wrong, "every row is sent to the same experts", wrong.actual[:1].long().expand(len(scores), -1))
     yield choice(wrong, "the numbers of the experts are one too high", best + 1)
     yield choice(wrong, "the numbers of the experts are one too low", best - 1)
     for dtype in HALF_DTYPES:

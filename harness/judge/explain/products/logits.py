@@ -12,6 +12,8 @@ from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperatio
 
 _MASKED = 1e4
 """Times the largest logit of a row below which one is masked, if it is finite at all."""
+_BELOW_ALL = 2.0
+"""The same where all masked ones are one number."""
 _MOST_SHOWN = 8
 _PENALTIES = [1 + step / 20 for step in range(-10, 41)]
 """Repetition penalties among which the best one is looked for."""
@@ -56,9 +58,11 @@ def sampled(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def masked(wrong: WrongOperation) -> torch.Tensor:
-    """Return [R, V] bool: logits that are negative beyond all that a product gives."""
-    least = -_MASKED * wrong.expected.abs().amax(dim=1, keepdim=True)
-    return (wrong.actual < least) & ~wrong.actual.isnan()
+    """Return [R, V] bool: logits that are negative beyond all that a product gives, or one least number."""
+    largest = wrong.expected.abs().amax(dim=1, keepdim=True)
+    is_one_number = wrong.actual == wrong.actual.amin()
+    is_beyond = (wrong.actual < -_MASKED * largest) | ((wrong.actual < -_BELOW_ALL * largest) & is_one_number)
+    return is_beyond & ~wrong.actual.isnan()
 
 
 def filter_of(wrong: WrongOperation, is_masked: torch.Tensor) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from itertools import permutations
 
 import torch
 
-from harness.judge.compare.align import last_index
+from harness.judge.compare.align import is_readback, last_index
 from harness.judge.explain.core.drafts import computed_before, given_up, name_of_row
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.rotary.rotation import Causes, heads_read, turned_by, with_rotation
@@ -74,11 +74,12 @@ def _named_positions(wrong: WrongOperation, best: torch.Tensor) -> str | None:
 def _known_positions(wrong: WrongOperation) -> dict[str, torch.Tensor]:
     """Return the positions [R] of every row under the mistakes that engines are known to make."""
     expected, of = wrong.positions, places_in_step(wrong)
+    steps = "one step" if _is_one_of_several_chunks(wrong) else "every step"
     return {
         "rotary at a position off by one (+1)": expected + 1,
         "rotary at a position off by one (-1)": expected - 1,
-        "positions restart at 0 in every step: the chunk's offset is forgotten": of["chunk"],
-        "positions restart at 1 in every step: the chunk's offset is forgotten": of["chunk"] + 1,
+        f"positions restart at 0 in {steps}: the chunk's offset is forgotten": of["chunk"],
+        f"positions restart at 1 in {steps}: the chunk's offset is forgotten": of["chunk"] + 1,
         "rotary at the position of the first row of its step": expected - of["chunk"],
         "positions run on through the batch instead of restarting for each request": of["batch"],
         "positions restart at 0 after the prompt": expected - of["prompt"],
@@ -86,6 +87,20 @@ def _known_positions(wrong: WrongOperation) -> dict[str, torch.Tensor]:
         "the rows of other requests before it in the step are added to the position": expected + of["others"],
         "rotary at the position of the row before it in the batch": of["before"],
     }
+
+
+def _is_one_of_several_chunks(wrong: WrongOperation) -> bool:
+    """Whether a request has chunks of which one is wrong and others are not, the first one aside."""
+    chunks, wrong_steps = dict[int, set[int]](), dict[int, set[int]]()
+    for index, step in enumerate(wrong.recording.steps):
+        for request in [] if is_readback(step) else step.request.unique().tolist():
+            positions = step.position[step.request == request]
+            if len(positions) > 1 and int(positions.min()) > 0:
+                chunks.setdefault(request, set()).add(index)
+    for request, _, wrong_step in wrong.rows.identities():
+        wrong_steps.setdefault(request, set()).add(wrong_step)
+    is_one = all(len(steps) == 1 for steps in wrong_steps.values())
+    return is_one and any(chunks.get(request, set()) - steps for request, steps in wrong_steps.items())
 
 
 def _behind_given_up(wrong: WrongOperation, best: torch.Tensor) -> str | None:

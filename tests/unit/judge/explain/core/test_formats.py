@@ -75,6 +75,9 @@ def changes(entries):
     return {entry[0]: entry[-1](X) for entry in entries}
 
 
+INT4 = ("one scale", "a scale and a minimum", "a scale and a zero point")
+
+
 def test_what_a_weight_may_be_kept_in_has_a_scale_where_its_name_says_so():
     changed = changes(of_weights(64))
     groups = X.unflatten(1, (2, 32))
@@ -83,9 +86,23 @@ def test_what_a_weight_may_be_kept_in_has_a_scale_where_its_name_says_so():
     assert torch.equal(changed["in int8, with one scale for all of it"], int8(X, None))
     assert torch.equal(changed["in float8_e4m3fn, without a scale"], X.to(torch.float8_e4m3fn).double())
     assert torch.equal(changed["in bfloat16"], X.bfloat16().double())
+    ways = ("int8, with one scale", *(f"int4, with {what}" for what in INT4))
     assert [name for name in changed if "inputs" in name] == [
-        f"in int8, with one scale for {size} inputs" for size in (16, 32)
+        f"in {way} for {size} inputs" for size in (16, 32) for way in ways
     ], "groups are smaller than the row"
+    largest, (least, most) = groups.abs().amax(dim=2, keepdim=True), groups.aminmax(dim=2, keepdim=True)
+    codes = {"one scale": (largest / 7, 0.0), "a scale and a minimum": ((most - least) / 15, least)}
+    for what, (step, begin) in codes.items():
+        meant = (begin + step * ((groups - begin) / step).round()).flatten(1)
+        torch.testing.assert_close(changed[f"in int4, with {what} for 32 inputs"], meant)
+    step = (most - least) / 15
+    code = changed["in int4, with a scale and a zero point for 32 inputs"].unflatten(1, (2, 32)) / step
+    torch.testing.assert_close(code, code.round())
+    assert float((code.amax(dim=2) - code.amin(dim=2)).max()) <= 15 + 1e-9
+    assert float((code - groups / step).abs().max()) < 1
+    factor = torch.finfo(torch.float8_e4m3fn).max / X.abs().max()
+    scaled = changed["in float8_e4m3fn, with one scale for all of it"]
+    torch.testing.assert_close(changed["in float8_e4m3fn, and its one scale is left out"], factor * scaled)
     assert not [name for name, _ in of_weights(40) if "inputs" in name], "and divide it"
 
 

@@ -134,6 +134,9 @@ def test_weights_and_choices_that_are_used_otherwise(of):
         "only the first of the chosen experts is added, with weights that are normalised again": mixed(
             torch.stack((torch.ones(ROWS), torch.zeros(ROWS)), dim=1)
         ),
+        "each expert's output is written over those before it: only the expert with the highest number is added": mixed(
+            torch.where(CHOSEN.max(dim=1, keepdim=True).values == CHOSEN, ROUTING, 0.0)
+        ),
         f"the experts are those of {FAR_TAP}": mixed(one=lambda n, row: expert(n, row, FAR)),
     }  # fmt: skip
     hypotheses = check(of(), expected)

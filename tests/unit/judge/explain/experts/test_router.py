@@ -100,6 +100,13 @@ def test_choices(tmp_path, actual, causes):
     assert holds(router.other_choice, of_choice(tmp_path / "r", actual)) == causes
 
 
+def test_of_two_groups_a_wrong_row_says_nothing_but_the_other_one(tmp_path):
+    two, right = LOGITS[:, :2], LOGITS[:, :2].argmax(dim=1, keepdim=True)
+    others = (1 - right).double()
+    failure = of(tmp_path / "r", right.double(), others, kind=Kind.CHOICE, logits=two, chosen=right)
+    assert holds(router.other_choice, failure) == set()
+
+
 def test_rows_that_are_right_have_other_experts(tmp_path):
     one = [[2, 1]] * 4
     assert holds(router.other_choice, of_choice(tmp_path / "a", one, right=[[0, 2, 3, 1]])) == {SAME}
