@@ -17,7 +17,7 @@ from harness.pytest_plugin.failure import (
     pytest_report_from_serializable,
     pytest_report_to_serializable,
 )
-from harness.pytest_plugin.fixtures import harness_check
+from harness.pytest_plugin.fixtures import harness_check, pytest_pyfunc_call
 from harness.pytest_plugin.items import UPDATE_SECTIONS, CaseFile, CaseNotCollectedWarning, has_marks_of_a_case
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "pytest_configure",
     "pytest_configure_node",
     "pytest_load_initial_conftests",
+    "pytest_pyfunc_call",
     "pytest_report_from_serializable",
     "pytest_report_to_serializable",
     "pytest_terminal_summary",

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,22 +13,34 @@ if TYPE_CHECKING:
     from harness.api import CheckReport
 
 
+_NUM_CALLS = pytest.StashKey[int]()
+"""How often a test has called the fixture."""
+
+
 class NothingCheckedWarning(pytest.PytestWarning):
-    """A test has the fixture and does not use it."""
+    """A test has the fixture, and passes without calling it."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Warn of a test that checks nothing; one that fails or is skipped says so by itself."""
+    result = yield
+    if pyfuncitem.stash.get(_NUM_CALLS, 1) == 0:
+        warnings.warn(NothingCheckedWarning(f"{pyfuncitem.nodeid} never calls harness_check"), stacklevel=1)
+    return result
 
 
 @pytest.fixture
-def harness_check(request: pytest.FixtureRequest) -> "Iterator[Callable[..., CheckReport]]":
+def harness_check(request: pytest.FixtureRequest) -> "Callable[..., CheckReport]":
     """Return `harness.check`, made to fail the test where the check does not pass.
 
     The figures of each check are properties of the test in a JUnit file. A test whose device is not there is skipped.
     """
-    num_calls = 0
+    request.node.stash[_NUM_CALLS] = 0
 
     def check(engine: Any = "reference", **arguments: Any) -> "CheckReport":
         """Check an engine as `harness.check` does, assert the report, and return it."""
-        nonlocal num_calls
-        num_calls += 1
+        request.node.stash[_NUM_CALLS] += 1
         __tracebackhide__ = True
         from harness.report.check.json import check_properties
 
@@ -41,9 +53,7 @@ def harness_check(request: pytest.FixtureRequest) -> "Iterator[Callable[..., Che
         result.assert_ok()
         return result
 
-    yield check
-    if not num_calls:
-        warnings.warn(NothingCheckedWarning(f"{request.node.nodeid} never calls harness_check"), stacklevel=1)
+    return check
 
 
 def _checked(engine: Any, arguments: Mapping[str, Any]) -> "CheckReport | HarnessError":

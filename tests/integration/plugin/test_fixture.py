@@ -87,3 +87,12 @@ def test_a_test_that_never_calls_it_is_a_warning(pytester: pytest.Pytester) -> N
     result = pytester.runpytest("-W", "default")
     result.assert_outcomes(passed=1, warnings=1)
     result.stdout.fnmatch_lines(["*NothingCheckedWarning: *::test_nothing never calls harness_check"])
+
+
+def test_a_test_that_ends_before_it_calls_it_has_no_warning(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "import pytest\n"
+        "def test_skipped(harness_check): pytest.skip('no engine here')\n"
+        "def test_failed(harness_check): assert False\n"
+    )
+    pytester.runpytest("-W", "error").assert_outcomes(skipped=1, failed=1)
