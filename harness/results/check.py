@@ -313,16 +313,15 @@ class LogitResult:
 
 
 @mergeable
-@mergeable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """How much of what a model and an engine can be given a workload had."""
 
     steps: Annotated[int | None, LARGEST] = None
-    """Steps of a schedule."""
+    """Most steps of one schedule."""
     tokens_at_once: Annotated[int | None, LARGEST] = None
     """Most tokens in one step."""
-    shortest_prompt: Annotated[int | None, LARGEST] = None
+    shortest_prompt: Annotated[int | None, SMALLEST] = None
     """Tokens of the shortest prompt."""
     requests_at_once: Annotated[int | None, LARGEST] = None
     """Most requests in one step."""

@@ -230,13 +230,12 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
 def power_sentence(power: DetectionPower) -> str:
     """Return how many known mistakes a pass would have shown, and what the others need."""
     total = f"{power.num_seen:,} of {count(len(power.mistakes), 'known mistake')}"
-    parts = [f"{total} in {count(len(power.tried), 'operation')} would have been seen"]
+    change = f", and any change of a row by {number(100 * power.smallest_change)} %" if power.smallest_change else ""
+    parts = [f"{total} in {count(len(power.tried), 'operation')} would have been seen{change}"]
     for needs, mistakes in _by_need(power):
         parts.append(f"{len(mistakes):,} need {needs} ({_examples(mistakes)})")
-    if power.smallest_change:
-        parts.append(f"any change of a row by {number(100 * power.smallest_change)} % would have been seen")
     if power.bit_for_bit:
-        parts.append(f"any bit of what was read back of {_names(power.bit_for_bit)}")
+        parts.append(f"{_names(power.bit_for_bit)} would have shown any other bit")
     if power.not_tried:
         parts.append(f"for {count(len(power.not_tried), 'operation')} there was no time")
     if power.not_covered:
@@ -370,9 +369,9 @@ def _coverage(coverage: Coverage) -> str:
 def _extent(extent: Extent) -> Iterator[str]:
     """Yield how many requests, positions and token ids were reached."""
     if extent.requests_at_once:
-        yield f"{count(extent.requests_at_once, 'request')} and {count(extent.tokens_at_once or 0, 'token')} in a step"
-        yield f"{count(extent.steps or 0, 'step')} of a schedule"
-        yield f"prompts from {count(extent.shortest_prompt or 0, 'token')} on"
+        most = f"{count(extent.requests_at_once, 'request')} and {count(extent.tokens_at_once or 0, 'token')}"
+        yield f"at most {most} in a step and {count(extent.steps or 0, 'step')} in a schedule"
+        yield f"prompts of at least {count(extent.shortest_prompt or 0, 'token')}"
     if extent.chunks:
         yield f"chunks of {_names([f'{size:,}' for size in sorted(extent.chunks)])} tokens"
     for number_of, whole, what in (
