@@ -278,16 +278,19 @@ class FolderEngine:
     def _not_taken(self, without_rows: Sequence[str]) -> Iterator[str]:
         """Yield what no tap holds: tensors of other tokens, and further columns, as of a second sequence."""
         assert self._finder is not None
-        widths = Counter[str]()
+        taken = dict[str, set[int]]()
         for tap, chosen in self._finder.chosen.items():
             if chosen.evidence is not TapEvidence.LOOKED_UP:
-                order, columns = chosen.columns.order, chosen.columns
-                widths[self._finder.name(tap)] += columns.stop - columns.start if order is None else len(order)
-        further = [table.name for table in self._finder.tables if 0 < widths[table.name] < table.rows.shape[1]]
-        for names, what in ((without_rows, "without a row for each token"), (further, "in other columns than a tap's")):
+                taken.setdefault(self._finder.name(tap), set()).update(chosen.columns.places)
+        widths = {table.name: table.rows.shape[1] for table in self._finder.tables}
+        further = [name for name, columns in taken.items() if len(columns) < widths.get(name, 0)]
+        for names, what in (
+            (without_rows, "tensors without a row for each token"),
+            (further, "columns that no tap is taken from"),
+        ):
             if names:
-                more = ", ..." if names[_MOST_SHOWN:] else ""
-                yield f"not judged: {len(names)} tensors {what}: {', '.join(names[:_MOST_SHOWN])}{more}"
+                more = f" and {len(names) - _MOST_SHOWN} more" if names[_MOST_SHOWN:] else ""
+                yield f"not judged: {what}: {', '.join(names[:_MOST_SHOWN])}{more}"
 
     def _others_of_the_name(self) -> Iterator[str]:
         """Yield, as text, tensors with the name of a tap that was taken from another tensor, which is not equal."""
