@@ -172,9 +172,13 @@ def _unknown_tokens(text: Any, where: str) -> HarnessError:
 def read_text_answer(
     body: Any, prompt: Sequence[int], names: TokenNames, first: Completion | None, *, where: str
 ) -> Completion:
-    """Return a completion that names no tokens: the first one's, if its text is the same; raises as `read_answer`."""
+    """Return a completion that names no tokens: the first one's, if its text is the same; raises as `read_answer`.
+
+    The last token may end within a character: a whole answer has a replacement character there, a stream may not.
+    """
     text = only_choice(body, where=where).get("text")
-    if first is not None and first.text is not None and text == first.text:
+    whole = None if first is None else first.text
+    if first and whole is not None and isinstance(text, str) and text.rstrip("\ufffd") == whole.rstrip("\ufffd"):
         body = {**body, "choices": [{**body["choices"][0], "token_ids": list(first.token_ids)}]}
     try:
         return read_answer(body, prompt, names, where=where)
