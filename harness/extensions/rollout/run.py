@@ -106,7 +106,7 @@ def _not_judged(rollouts: Rollouts, request: Request, explained: Explained | Non
         yield f"{rollouts.counts.without_value} tokens without a value"
     yield "how the tokens were drawn, only their log probabilities (harness server sampler)"
     if num_repeated := len(rollouts.rows) - len({row.tokens for row in rollouts.rows}):
-        yield f"{num_repeated} rows with the tokens of an earlier row, as one seed gives them"
+        yield f"rows with the tokens of an earlier row, as one seed gives them: {num_repeated}"
     if rollouts.unread:
         more = f" and {len(rollouts.unread) - _MOST_NAMES} more" if rollouts.unread[_MOST_NAMES:] else ""
         yield f"the fields {', '.join(rollouts.unread[:_MOST_NAMES])}{more}"

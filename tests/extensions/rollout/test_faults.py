@@ -75,7 +75,7 @@ def test_what_no_column_tells_is_said(compare, rows, columns):
     assert result.outcome is Outcome.PASS
     said = "; ".join(result.not_judged)
     assert "how the tokens were drawn, only their log probabilities" in said
-    assert "1 rows with the tokens of an earlier row, as one seed gives them; the fields ref_log_prob" in said
+    assert "rows with the tokens of an earlier row, as one seed gives them: 1; the fields ref_log_prob" in said
 
 
 def test_a_pair_in_float16_is_sound(tmp_path):
