@@ -209,7 +209,8 @@ def coarse_product(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
     Causes: the weight is in *dtype*; the weight is cut off to *dtype* instead of rounded; the weight is in int8, int4
     or float8, with one scale for ..., and the input in ...; the product is of inputs in *dtype*; the input of the
-    product is rounded to *dtype*, and the weight is not; the input of the product is in int8, with one scale for .
+    product is rounded to *dtype*, and the weight is not; the input of the product is in int8, with one scale for
+    each token, or for *n* inputs.
     """
     weight, bias, x = wrong.weight(wrong.operation.tap), _bias(wrong, wrong.operation.tap), _x(wrong)
     if weight is None or weight.shape[1] != x.shape[1]:
