@@ -40,12 +40,13 @@ class Traits:
         config = hf.config
         num_heads = getattr(config, "num_attention_heads", None) or 1
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        settings = dict(_settings(vars(config)))
-        original = getattr(config, "max_position_embeddings", None) if settings.get("rope_type") == "dynamic" else None
+        pairs = list(_settings(vars(config)))
+        settings, types = dict(pairs), {value for name, value in pairs if name == "rope_type"}
+        original = getattr(config, "max_position_embeddings", None) if "dynamic" in types else None
         return cls(
             num_groups=num_heads // num_kv_heads,
             window=min((op.window for op in hf.graph if op.window is not None), default=None),
-            original_positions=settings.get(_EXTENDED) or original,
+            original_positions=None if types == {"default"} else settings.get(_EXTENDED) or original,
             num_positions=getattr(config, "max_position_embeddings", None),
             vocab_size=getattr(config, "vocab_size", None),
             lengths={

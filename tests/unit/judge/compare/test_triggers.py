@@ -94,6 +94,15 @@ def test_lengths_of_the_configuration_that_no_request_exceeds():
         ({"mamba_chunk_size": 256, "chunk_size_feed_forward": 0}, {"mamba_chunk_size"}, None),
         ({"rope_parameters": {"full_attention": {"original_max_position_embeddings": 4096}}}, set(), 4096),
         ({"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 64}, set(), 64),
+        ({"rope_parameters": {"rope_type": "default"}, "original_max_position_embeddings": 4096}, set(), None),
+        (
+            {
+                "rope_parameters": {"long": {"rope_type": "dynamic"}, "near": {"rope_type": "default"}},
+                "max_position_embeddings": 64,
+            },
+            set(),
+            64,
+        ),
         ({"vision_config": SimpleNamespace(chunk_size=8)}, set(), None),
     ],
 )
