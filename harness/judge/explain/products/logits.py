@@ -60,7 +60,8 @@ def sampled(wrong: WrongOperation) -> Iterator[Hypothesis]:
 def masked(wrong: WrongOperation) -> torch.Tensor:
     """Return [R, V] bool: logits that are negative beyond all that a product gives, or one least number."""
     largest = wrong.expected.abs().amax(dim=1, keepdim=True)
-    is_one_number = wrong.actual == wrong.actual.amin()
+    is_least = wrong.actual == wrong.actual.amin()
+    is_one_number = is_least & (is_least.sum() > 1)  # of numbers that a penalty or a scale makes, one is the least
     is_beyond = (wrong.actual < -_MASKED * largest) | ((wrong.actual < -_BELOW_ALL * largest) & is_one_number)
     return is_beyond & ~wrong.actual.isnan()
 

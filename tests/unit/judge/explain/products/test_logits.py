@@ -33,12 +33,16 @@ def top_p(y, _counts):
 CHANGES = {
     "the logits of 1 token are masked: ids 7": lambda y, _: y.index_fill(1, torch.tensor([7]), -1e9),
     "the logits of 2 tokens are masked: ids 7, 9": lambda y, _: y.index_fill(1, torch.tensor([7, 9]), NINF),
+    "the logits of 1 token are masked: ids 8": lambda y, _: y.index_fill(
+        1, torch.tensor([8]), -4 * float(y.abs().max())
+    ),
     "only the 10 largest logits of each row are kept: a top-k filter": lambda y, _: y.masked_fill(
         y < y.topk(10).values[:, -1:], NINF
     ),
     "only the largest logits of each row are kept, in each as many as it takes: a top-p or min-p filter": top_p,
     "the logits of tokens that the request has are divided by a repetition penalty of 1.3": repetition,
     "the logits of tokens that the request has are less by a presence penalty of 0.5": lambda y, n: y - 0.5 * (n > 0),
+    "the logits of tokens that the request has are less by a presence penalty of 64": lambda y, n: y - 64 * (n > 0),
     "the logits of tokens that the request has are less by a frequency penalty of 0.25 for each time": lambda y, n: (
         y - 0.25 * n
     ),
