@@ -188,7 +188,7 @@ class Budget:
     @property
     def is_half_spent(self) -> bool:
         """Whether what was tried of this operation leaves less than half of the time for what comes next."""
-        return self.left < self._longest / 2
+        return self._end - time.thread_time() < self._longest / 2
 
     @contextmanager
     def spent(self) -> Iterator[None]:

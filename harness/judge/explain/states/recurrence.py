@@ -244,7 +244,9 @@ def wrong_state(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def _has_state(recurrence: Recurrence) -> bool:
-    """Whether rows take anything from earlier rows of their request: experts do not."""
+    """Whether rows take anything from earlier rows of their request: experts do not. Of first rows, it may be so."""
+    if all(len(rows) == 1 for rows in recurrence.histories):
+        return True
     halves = [rows.select(part) for rows in recurrence.histories for part in torch.arange(len(rows)).chunk(2)]
     return not recurrence.wrong.is_expected(recurrence.run(halves))
 

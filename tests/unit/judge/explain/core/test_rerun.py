@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from harness.formats.taps import Kind, Operation
-from harness.judge.explain.core.rerun import activation_of, factors_of, replay
+from harness.judge.explain.core.rerun import Budget, activation_of, factors_of, replay
 from harness.oracle.make_golden import make_golden
 from harness.oracle.model import load_model
 from harness.oracle.precision import upcast
@@ -288,3 +288,15 @@ def test_neighbours_that_turn_are_halves_that_turn_in_another_order(truth):
     mixed = right.heads(x)[..., order].flatten(1)
     turned = right.heads(right.turn(mixed, torch.arange(5)))[..., order.argsort()].flatten(1)
     torch.testing.assert_close(neighbours.turn(x, torch.arange(5)), turned)
+
+
+def test_time_that_other_operations_took_is_not_of_this_one():
+    budget = Budget(60.0)
+    budget.begin_explanation()
+    assert not budget.is_half_spent
+    budget.seconds = 1.0
+    assert not budget.is_half_spent
+    assert budget.left <= 1
+    budget = Budget(1e-9)
+    budget.begin_explanation()
+    assert budget.is_half_spent

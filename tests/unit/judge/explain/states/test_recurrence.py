@@ -256,6 +256,11 @@ def test_rows_that_are_alone_in_their_steps_show_nothing_from_row_to_row(of):
     assert not any(cause.startswith("no ") for cause in by_cause(recurrence.wrong_state, of(places=alone)))
 
 
+def test_a_first_row_may_begin_with_what_another_request_left(of):
+    causes = by_cause(recurrence.wrong_state, of(places=[(0, 0)]))
+    assert "the state begins with what request 1 left, instead of with zero" in causes
+
+
 def rows(steps):
     return Rows(request=torch.zeros(len(steps), dtype=torch.int64), position=torch.arange(len(steps)),
                 step=torch.tensor(steps))  # fmt: skip
