@@ -57,6 +57,7 @@ class _Products(TorchFunctionMode):
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
+        *_dropout_and_causal: Any,
         scale: float | None = None,
         **_: Any,
     ) -> None:
@@ -76,7 +77,7 @@ class _Products(TorchFunctionMode):
         """Return what is multiplied: queries with the factor."""
         if self.scores is not None and self.value is None and self._is_square(first):
             self.value = second.clone()
-        elif self.query is None and first.shape[-2] == second.shape[-1] == self._num_tokens and first.dim() > 2:
+        elif self.query is None and first.dim() > 2 and first.shape[-2] == second.shape[-1] == self._num_tokens:
             self.query, self.key = first.clone(), second.mT.clone()
             return self._factor * first, second
         return first, second
@@ -91,7 +92,7 @@ def _call_of(rerun: Rerun) -> AttentionCall | None:
     size, num_tokens = len(batch.sequences), batch.num_tokens
     with _Products(num_tokens, 0.0) as of_none:
         rerun.run()
-    if of_none.value is None:
+    if of_none.value is None or of_none.query is None:  # None of a product that is written as an einsum
         return None
     with _Products(num_tokens) as right:
         rerun.run()

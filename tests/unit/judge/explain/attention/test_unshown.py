@@ -1,10 +1,13 @@
 """Attention that HF computes without its interface: what it reads is named, though no key and no value is shown."""
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import harness
 from harness.extensions.faults.modules.changes import cache
 from harness.extensions.faults.zoo.models import build
+from harness.judge.explain.attention.unshown import _Products
 
 PROMPTS = [list(range(5, 27)), list(range(60, 74))]
 
@@ -54,3 +57,18 @@ def test_what_decode_reads_is_named(tmp_path, family, change, cause):
     assert explanation.is_cause
     assert explanation.cause.startswith(cause)
     assert explanation.scope == "decode rows"
+
+
+def test_arguments_by_their_places_are_not_a_scale():
+    query, key, value = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    with _Products(5) as seen:
+        scaled_dot_product_attention(query, key, value, None, 0.0, True)
+    torch.testing.assert_close(
+        seen.scores.softmax(-1) @ value, scaled_dot_product_attention(query, key, value, is_causal=True)
+    )
+
+
+def test_vectors_are_no_queries():
+    with _Products(5) as seen:
+        torch.matmul(torch.ones(5), torch.ones(5))
+    assert seen.query is None
