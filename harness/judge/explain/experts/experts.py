@@ -37,10 +37,10 @@ def wrong_experts(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
     Causes: experts *n* and *n* are swapped; the numbers of the experts are off by *n*; in another order; the output of
     experts *n*, ... is not added; only the first of the chosen experts is added; added without the router's weights,
-    with each other's, twice, or on the input (on the output, where they belong on the input); the experts, or one of
-    them, are those of another layer or expert; the output of expert *n* is scaled by *value*; expert *n* is another
-    than that of the checkpoint (all wrong rows chose it, and by no chance). Not asserted: some rows lack the output of
-    experts that they chose.
+    with each other's, twice, or on the input (on the output, where they belong on the input); each expert's output is
+    written over those before it; the experts, or one of them, are those of another layer or expert; the output of
+    expert *n* is scaled by *value*; expert *n* is another than that of the checkpoint (all wrong rows chose it, and by
+    no chance). Not asserted: some rows lack the output of experts that they chose.
     """
     mixture = mixture_of(wrong)
     if mixture is None:
