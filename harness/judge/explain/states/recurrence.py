@@ -27,7 +27,7 @@ from harness.oracle.watch import Watch
 _SAME = 1e-4
 """Relative distance within which the module, run again, gives what it should."""
 _NEARER = 0.5
-"""Share of a row's error that a mistake leaves at most to be tried on the rows of all requests."""
+"""Share of the error that a mistake leaves at most to be tried on the rows of all requests."""
 Sequences = Sequence[Rows]
 _Row = tuple[int, int]
 """(request, position)."""
@@ -105,9 +105,9 @@ class Recurrence:
         return replace(self, wrong=wrong, histories=(rows,))
 
     def is_near(self, hypothesis: Hypothesis) -> bool:
-        """Whether what a mistake gives comes nearer to the usual row than what is right."""
-        left, error = ((x - self.wrong.actual).norm(dim=1) for x in (hypothesis.output, self.wrong.expected))
-        return float((left / error).median()) < _NEARER
+        """Whether what a mistake gives comes nearer to the engine's rows than what is right, all rows together."""
+        left, error = ((x - self.wrong.actual).norm() for x in (hypothesis.output, self.wrong.expected))
+        return bool(left < _NEARER * error)
 
     def convolved(self) -> Convolved:
         """Return what the mixer's convolutions give at each row; empty without any.
@@ -244,11 +244,16 @@ def wrong_state(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def _has_state(recurrence: Recurrence) -> bool:
-    """Whether rows take anything from earlier rows of their request: experts do not. Of first rows, it may be so."""
-    if all(len(rows) == 1 for rows in recurrence.histories):
-        return True
-    halves = [rows.select(part) for rows in recurrence.histories for part in torch.arange(len(rows)).chunk(2)]
-    return not recurrence.wrong.is_expected(recurrence.run(halves))
+    """Whether wrong rows take anything from earlier rows of their request: experts do not.
+
+    Each history begins again at one of its wrong rows, since a state may reach no further than the next row. True where
+    only first rows are wrong: of these it cannot be told.
+    """
+    wrong, parts = set(recurrence.wrong.rows.places()), []
+    for rows in recurrence.histories:
+        later = next((at for at, place in enumerate(rows.places()) if at and place in wrong), len(rows))
+        parts += [rows.select(part) for part in torch.arange(len(rows)).split([later, len(rows) - later]) if len(part)]
+    return len(parts) == len(recurrence.histories) or not recurrence.wrong.is_expected(recurrence.run(parts))
 
 
 def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
@@ -262,11 +267,12 @@ def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
     }
     if _any_within_a_step(recurrence.wrong.rows):  # or there would be no difference to steps
         patterns["no {state} is carried from row to row"] = _row_by_row
-    right, shortest = recurrence.convolved(), recurrence.of_shortest()
+    shortest = recurrence.of_shortest()
+    right, right_of_shortest = recurrence.convolved(), shortest.convolved()
     for cause, pattern in patterns.items():
         some, every = ([item for rows in of.histories for item in pattern(rows)] for of in (shortest, recurrence))
         is_told = recurrence.wrong.can_be_fitted
-        if not is_told or any(map(shortest.is_near, _of_sequences(shortest, some, cause, right))):
+        if not is_told or any(map(shortest.is_near, _of_sequences(shortest, some, cause, right_of_shortest))):
             yield from _of_sequences(recurrence, every, cause, right)
     for request in recurrence.wrong.recording.manifest.requests:
         yield from _left_by(recurrence, request, right)

@@ -82,12 +82,9 @@ def _shared(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 @pytest.mark.parametrize(
     ("cause", "change"),
     [
-        ("the shared expert is not added", lambda routed, shared, gate: routed),
-        ("the shared expert is added without its gate", lambda routed, shared, gate: routed + shared),
-        (
-            "the gate of the shared expert is used without a sigmoid",
-            lambda routed, shared, gate: routed + shared * gate,
-        ),
+        ("the shared experts are not added", lambda routed, shared, gate: routed),
+        ("the gate is not applied", lambda routed, shared, gate: routed + shared),
+        ("no sigmoid is applied", lambda routed, shared, gate: routed + shared * gate),
         (
             "the output of the shared expert is added with a factor of 0.5",
             lambda routed, shared, gate: routed + 0.5 * shared * gate.sigmoid(),
