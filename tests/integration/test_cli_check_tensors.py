@@ -269,7 +269,7 @@ def other_theta(model):
     ("plant", "first", "cause", "tap"),
     [
         (gate_for_up, "1.mlp.down_proj", "gate and up are swapped", "1.mlp.act"),
-        (other_scale, "1.self_attn.o_proj", "the softmax scale", "1.attention"),
+        (other_scale, "1.self_attn.o_proj", "`self.scaling` is multiplied by 1.25", "1.attention"),
         (other_theta, "0.self_attn.o_proj", "wrong rope theta", "0.q_rope"),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_mistake_of_what_was_not_recorded_is_said_to_be_there(check, qwen2, fo
     divergence = check("--dtype", "float32", "--format", "json").json["first_divergence"]
     explanation = divergence["explanation"]
     assert (divergence["tap"], explanation["tap"]) == (f"model.layers.{first}", f"model.layers.{tap}")
-    assert explanation["cause"].startswith(cause)
+    assert cause in explanation["cause"]
     text = " ".join(check("--dtype", "float32").out.split())
     assert f"it is a mistake of model.layers.{tap}, which was not recorded" in text
 

@@ -213,14 +213,15 @@ def test_the_first_divergence_has_the_explanation_of_its_tap(recordings, monkeyp
 
 def test_a_cause_under_what_the_engine_declares_comes_second(monkeypatch):
     monkeypatch.setattr(
-        run, "rank_hypotheses", lambda failure, *_: SimpleNamespace(cause=failure, is_cause=failure in asserted)
+        run, "rank_hypotheses", lambda wrong, *_: SimpleNamespace(cause=wrong.name, is_cause=wrong.name in asserted)
     )
-    monkeypatch.setattr(run, "declared_failures", lambda failure: ["one", "two"])
+    own, one, two = (SimpleNamespace(name=name, edit_budget=None) for name in ("own", "one", "two"))
+    monkeypatch.setattr(run, "declared_failures", lambda failure: [one, two])
     asserted = set()
     for causes, named in ((("own", "two"), "own"), (("two", "one"), "one"), (("two",), "two"), ((), "own")):
         asserted.clear()
         asserted.update(causes)
-        assert run._explained("own", "").cause == named
+        assert run._explained(own, "").cause == named
 
 
 def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(explainer):

@@ -258,7 +258,10 @@ def test_caps_that_are_tried(toy, toys):
     usual = [FOREIGN_CAP.format(cap) for cap in (15, 20, 30, 50, 100)]
     assert list(by_cause(softmax.other_cap, failure_of(toys, "plain", **capped(15.0)))) == usual
     hypotheses = by_cause(softmax.other_cap, failure_of(toys, "capped", **capped(0.8)))
-    assert set(hypotheses) == {f"the soft cap of the scores is {cap} instead of 20" for cap in (15, 30, 50, 100, 0.8)}
+    assert set(hypotheses) == {
+        "the soft cap of the scores is applied before the scale",
+        *(f"the soft cap of the scores is {cap} instead of 20" for cap in (15, 30, 50, 100, 0.8)),
+    }
 
 
 def test_a_cap_is_fitted_to_the_four_rows_that_see_most(toy):

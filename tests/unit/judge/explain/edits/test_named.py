@@ -79,7 +79,9 @@ def test_a_mistake_is_named(tmp_path, family, plant, cause):
     model = build(family, seed=7)
     model.save_pretrained(tmp_path)
     plant(model)
-    report = harness.check(model, model=tmp_path, prompts=PROMPTS, max_new_tokens=2, schedules=["plain"])
+    report = harness.check(
+        model, model=tmp_path, prompts=PROMPTS, max_new_tokens=2, schedules=["plain"], explain_seconds=60.0
+    )
     explanation = report.first_divergence.explanation
     assert explanation.is_cause
     assert cause in explanation.cause
