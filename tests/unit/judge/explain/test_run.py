@@ -215,13 +215,13 @@ def test_a_cause_under_what_the_engine_declares_comes_second(monkeypatch):
     monkeypatch.setattr(
         run, "rank_hypotheses", lambda wrong, *_: SimpleNamespace(cause=wrong.name, is_cause=wrong.name in asserted)
     )
-    own, one, two = (SimpleNamespace(name=name, edit_budget=None) for name in ("own", "one", "two"))
+    plain, one, two = (SimpleNamespace(name=name, edit_budget=None) for name in ("own", "one", "two"))
     monkeypatch.setattr(run, "declared_failures", lambda failure: [one, two])
     asserted = set()
     for causes, named in ((("own", "two"), "own"), (("two", "one"), "one"), (("two",), "two"), ((), "own")):
         asserted.clear()
         asserted.update(causes)
-        assert run._explained(own, "").cause == named
+        assert run._explained(plain, "").cause == named
 
 
 def test_rows_that_were_not_recorded_or_have_another_width_have_no_failure(explainer):
