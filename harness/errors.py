@@ -4,6 +4,7 @@ An *error* (`HarnessError`) ends a command: its input could not be used. A *find
 numbers are wrong, or something was not checked. Both carry one of the codes below.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum, StrEnum
 
 
@@ -251,6 +252,12 @@ class HarnessError(Exception):
         details = {"where": self.where, "expected": self.expected, "actual": self.actual, "try": self.hint}
         lines += [f"  {name + ':':10}{value}" for name, value in details.items() if value is not None]
         return printable("\n".join(lines))
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def printable(text: str) -> str:

@@ -20,7 +20,7 @@ from harness.engines.by_content.hf_run import EndOfRun, run_hf
 from harness.engines.by_content.named import named_columns
 from harness.engines.by_content.tap_map import TapEvidence
 from harness.engines.by_content.tensor_names import TapNames
-from harness.errors import Code, HarnessError
+from harness.errors import Code, HarnessError, some_of
 from harness.formats.checkpoint import Checkpoint
 from harness.formats.recording import RecordingWriter
 from harness.formats.taps import Graph, Kind, Operation
@@ -289,8 +289,7 @@ class FolderEngine:
             (further, "columns that no tap is taken from"),
         ):
             if names:
-                more = f" and {len(names) - _MOST_SHOWN} more" if names[_MOST_SHOWN:] else ""
-                yield f"not judged: {what}: {', '.join(names[:_MOST_SHOWN])}{more}"
+                yield f"not judged: {what}: {some_of(names, _MOST_SHOWN)}"
 
     def _others_of_the_name(self) -> Iterator[str]:
         """Yield, as text, tensors with the name of a tap that was taken from another tensor, which is not equal."""

@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 from harness.base.progress import quiet_transformers
-from harness.errors import Code, HarnessError
+from harness.errors import Code, HarnessError, some_of
 from harness.formats.checkpoint import CONFIG_NAME, Checkpoint
 from harness.formats.checkpoint.against_config import against_config, auto_class
 from harness.formats.taps import Graph
@@ -213,10 +213,9 @@ def _refuse_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _contradiction(folder: Path, kind: str, tensors: Sequence[Any]) -> HarnessError:
     names = [tensor["name"] if kind == "misshapen" else tensor for tensor in tensors]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return HarnessError(
         Code.TENSORS_CONTRADICT_CONFIG,
-        f"the checkpoint's tensors do not fit its config: {kind}: {', '.join(names[:3])}{more}",
+        f"the checkpoint's tensors do not fit its config: {kind}: {some_of(names, 3)}",
         where=folder,
         expected=tensors[0]["expected"] if kind == "misshapen" else None,
         actual=tensors[0]["actual"] if kind == "misshapen" else None,

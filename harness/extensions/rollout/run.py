@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.base.progress import Progress
-from harness.errors import Code, HarnessError
+from harness.errors import Code, HarnessError, some_of
 from harness.extensions.rollout.format import Rollout, Rollouts
 from harness.extensions.rollout.forward import Forwards
 from harness.extensions.rollout.lanes import Places
@@ -108,8 +108,7 @@ def _not_judged(rollouts: Rollouts, request: Request, explained: Explained | Non
     if num_repeated := len(rollouts.rows) - len({row.tokens for row in rollouts.rows}):
         yield f"rows with the tokens of an earlier row, as one seed gives them: {num_repeated}"
     if rollouts.unread:
-        more = f" and {len(rollouts.unread) - _MOST_NAMES} more" if rollouts.unread[_MOST_NAMES:] else ""
-        yield f"the fields {', '.join(rollouts.unread[:_MOST_NAMES])}{more}"
+        yield f"the fields {some_of(rollouts.unread, _MOST_NAMES)}"
 
 
 def _are_copies(sides: Sequence[Side]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from harness.base import plugins
+from harness.errors import some_of
 from harness.formats.checkpoint.converted import read_info
 from harness.formats.checkpoint.locate import Reader
 
@@ -68,11 +69,10 @@ class QuantisedSource:
         """Say what was read, for the head of a verdict."""
         if not self.modules:
             return "the checkpoint is quantised in its KV cache alone: the weights are its own"
-        named = ", ".join(self.modules[:3]) + (f" and {len(self.modules) - 3} more" if len(self.modules) > 3 else "")
         return (
             f"the weights are those of a quantised checkpoint, dequantised to float32: {' and '.join(self.formats)} in "
-            f"{len(self.modules)} modules ({named}); not judged: whether they are the original model's, and what "
-            "files beside config.json (quantize_config.json) say of them"
+            f"{len(self.modules)} modules ({some_of(self.modules, 3)}); not judged: whether they are the original "
+            "model's, and what files beside config.json (quantize_config.json) say of them"
         )
 
 

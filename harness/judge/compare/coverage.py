@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from harness.errors import Code
+from harness.errors import Code, some_of
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Locator, Prefixes, all_rows, is_readback
@@ -149,8 +149,7 @@ def check_coverage(
 
 
 def _taps_missing(taps: Sequence[str]) -> Finding:
-    shown = ", ".join(taps[:4]) + (f" and {len(taps) - 4} more" if len(taps) > 4 else "")
-    return Finding(code=Code.TAP_MISSING, message=f"not recorded: {shown}", tap=taps[0])
+    return Finding(code=Code.TAP_MISSING, message=f"not recorded: {some_of(taps, 4)}", tap=taps[0])
 
 
 def _rows_missing(tap: str, missing: torch.Tensor, locator: Locator) -> Finding:

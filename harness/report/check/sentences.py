@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import PurePath
 
-from harness.errors import Code
+from harness.errors import Code, some_of
 from harness.report.check.table import count, merge_taps, number, sum_coverage, sum_seconds, sum_tokens
 from harness.results.check import (
     AsServed,
@@ -418,8 +418,7 @@ def _experts(names: Sequence[str]) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return printable(", ".join(names[:MAX_NAMES])) + more
+    return printable(some_of(names, MAX_NAMES))
 
 
 def _timings(golden_s: float | None, runs: Sequence[RunResult]) -> str:
