@@ -123,7 +123,8 @@ def unshown_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.Tens
     places = rerun.places(wrong.rows)
     here = places[places >= 0]
     views, kept = histories(rerun.part_inputs.batch, call, here)
-    order = torch.tensor([places.tolist().index(place) for place in kept.tolist()])
+    listed = places.tolist()
+    order = torch.tensor([listed.index(place) for place in kept.tolist()])
     context = torch.cat([view.attend() for view in views])
     behind = wrong.take(order)
     expected = {wrong.operation.tap: behind.expected} | {

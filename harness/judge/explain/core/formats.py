@@ -37,14 +37,14 @@ def cut_off(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def int8(x: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:
     """Round to 255 levels between minus and plus the largest magnitude over some dimensions, or over all of them."""
     largest = x.abs().amax() if dims is None else x.abs().amax(dim=dims, keepdim=True)
-    scale = torch.where(largest > 0, largest, 1.0) / _LARGEST_INT8
+    scale = _positive(largest) / _LARGEST_INT8
     return (x / scale).round() * scale
 
 
 def float8(x: torch.Tensor, dtype: torch.dtype, dims: tuple[int, ...] | None) -> torch.Tensor:
     """Round to a float8 whose largest number is the largest magnitude over some dimensions, or over all of them."""
     largest = x.abs().amax() if dims is None else x.abs().amax(dim=dims, keepdim=True)
-    scale = torch.where(largest > 0, largest, 1.0) / torch.finfo(dtype).max
+    scale = _positive(largest) / torch.finfo(dtype).max
     return rounded((x / scale).to(torch.float32), dtype) * scale
 
 
@@ -117,7 +117,7 @@ def of_inputs_alone(width: int) -> Iterator[tuple[str, Change]]:
 def _int8_scaled_in_float16(x: torch.Tensor, size: int) -> torch.Tensor:
     groups = x.unflatten(1, (-1, size))
     largest = groups.abs().amax(dim=2, keepdim=True)
-    scale = torch.where(largest > 0, largest, 1.0) / _LARGEST_INT8
+    scale = _positive(largest) / _LARGEST_INT8
     kept = rounded(scale.to(torch.float32), torch.float16)
     result: torch.Tensor = ((groups / scale).round() * kept).flatten(1)
     return result
