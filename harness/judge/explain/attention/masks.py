@@ -45,8 +45,7 @@ def mask_misaligned(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return view.visible() & (view.key_step == view.rows.step[:, None])
 
     def top_left(view: AttentionContext) -> torch.Tensor:
-        index = view.rows.position - view.first_of_step
-        return torch.arange(len(view.key)) <= index[:, None]
+        return torch.arange(len(view.key)) <= _row_of_step(view)
 
     masks: dict[str, Callable[[AttentionContext], torch.Tensor]] = {
         "causal mask aligned top-left instead of bottom-right": top_left,
@@ -59,6 +58,11 @@ def mask_misaligned(wrong: WrongOperation) -> Iterator[Hypothesis]:
         ),
     }
     yield from _masked(wrong, masks)
+
+
+def _row_of_step(view: AttentionContext) -> torch.Tensor:
+    """[T, 1] int64: the number of each query's row among those of its request in the step."""
+    return (view.rows.position - view.first_of_step)[:, None]
 
 
 def mask_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -100,8 +104,9 @@ def wrong_window(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The sliding window is off by one, ignored, or one where there should be none; or an image is not seen whole.
 
     Causes: sliding window off by one (too narrow, too wide); the sliding window is ignored; the mask is ignored, by
-    which a row sees less than all before it; the sliding window of all rows of a step is that of its first row; a row
-    sees only the last *n* tokens; a part of an image does not see the parts after it; a step ends inside of an image.
+    which a row sees less than all before it; the sliding window of all rows of a step is that of its first row; the
+    sliding window, or its band, is aligned top-left instead of bottom-right; a row sees only the last *n* tokens; a
+    part of an image does not see the parts after it; a step ends inside of an image.
     """
     if any(view.seen is not None and bool((view.seen & (view.distance < 0)).any()) for view in wrong.views):
         both_ways: dict[str, Callable[[AttentionContext], torch.Tensor]] = {
@@ -123,6 +128,12 @@ def wrong_window(wrong: WrongOperation) -> Iterator[Hypothesis]:
         }
         masks["the sliding window of all rows of a step is that of its first row"] = lambda view: (
             (view.distance >= 0) & (torch.arange(len(view.key)) > view.first_of_step[:, None] - window)
+        )
+        masks["the sliding window is aligned top-left instead of bottom-right"] = lambda view: (
+            (view.distance >= 0) & (_row_of_step(view) - torch.arange(len(view.key)) < window)
+        )
+        masks["the band of the sliding window is aligned top-left instead of bottom-right"] = lambda view: (
+            (view.distance >= 0) & ((_row_of_step(view) - torch.arange(len(view.key))).abs() < window)
         )
         masks["the sliding window is ignored"] = lambda view: view.distance >= 0
         yield from _masked(wrong, masks)

@@ -155,6 +155,10 @@ WINDOWS = {
     "sliding window off by one (too narrow): 2 instead of 3": lambda p, q, *_: p - 2 < q <= p,
     "sliding window off by one (too wide): 4 instead of 3": lambda p, q, *_: p - 4 < q <= p,
     "the sliding window of all rows of a step is that of its first row": lambda p, q, begin, _: begin - 3 < q <= p,
+    "the sliding window is aligned top-left instead of bottom-right": lambda p, q, begin, _: p - begin - 3 < q <= p,
+    "the band of the sliding window is aligned top-left instead of bottom-right": (
+        lambda p, q, begin, _: q <= p and abs(p - begin - q) < 3
+    ),
     "the sliding window is ignored": causal,
 }
 SPANS = {
