@@ -117,6 +117,8 @@ def unshown_attention(wrong: WrongOperation) -> tuple[WrongOperation, torch.Tens
     rerun = wrong.rerun
     if rerun is None or wrong.views or wrong.graph.attention_of(wrong.operation.layer) is not None:
         return None
+    if not any(wrong.graph[tap].kind is Kind.OTHER for tap in (wrong.operation.tap, *wrong.unrecorded)):
+        return None  # a product, a norm, ...: the context of attention is none of these
     call = _call_of(rerun)
     if call is None:
         return None

@@ -172,6 +172,8 @@ class Budget:
     _longest: float = field(init=False)
     _end: float = field(init=False, default=math.inf)
     """Time of the thread at which the explanation that is looked for now has taken as long as all may take."""
+    _end_of_all: float = field(init=False, default=math.inf)
+    """Time of the thread at which nothing is left, while some of it is spent."""
 
     def __post_init__(self) -> None:
         self._longest = _SHARE * self.seconds
@@ -183,7 +185,7 @@ class Budget:
     @property
     def left(self) -> float:
         """Time for what comes next, in seconds: what else was tried of this operation has taken its part."""
-        return min(self.seconds, self._end - time.thread_time())
+        return min(self.seconds, min(self._end, self._end_of_all) - time.thread_time())
 
     @property
     def is_half_spent(self) -> bool:
@@ -193,11 +195,11 @@ class Budget:
     @contextmanager
     def spent(self) -> Iterator[None]:
         """Take the time of the block."""
-        begin = time.thread_time()
+        self._end_of_all = time.thread_time() + self.seconds
         try:
             yield
         finally:
-            self.seconds -= time.thread_time() - begin
+            self.seconds, self._end_of_all = self._end_of_all - time.thread_time(), math.inf
 
 
 @contextmanager

@@ -48,11 +48,14 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
     transposed, in another order, rounded, scaled, or that of *module*; *module* gives its input.
     """
     budget = wrong.edit_budget
-    trials = None if budget is None or budget.left <= 0 else _Trials.of(wrong)
-    if budget is None or trials is None:
+    if budget is None or budget.left <= 0:
         return
     with budget.spent():
+        trials = _Trials.of(wrong)
+        if trials is None:
+            return
         seen, changes, first = set[int](), in_turns(wrong, trials.lines), None
+        fitted = list[torch.Tensor]()
     for number, (likelihood, change) in enumerate(changes):
         if first is not None and likelihood > first:
             break  # what is less likely and fits as well would say less
@@ -66,6 +69,9 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
             if hypothesis is None or (digest := _digest(hypothesis.output)) in seen:
                 continue
             seen.add(digest)
+            if change.is_fitted and any(is_same(hypothesis.output, output) for output in fitted):
+                continue
+            fitted += [hypothesis.output] if change.is_fitted else []
             if first is None and trials.share(hypothesis.output) >= _ALL:
                 first = likelihood + change.is_fitted
         yield hypothesis

@@ -222,6 +222,7 @@ def _best(
             explanations = OF_UNRECORDED_ATTENTION if unrecorded.kept_rows is None else OF_UNSHOWN_ATTENTION
             trials = [*_trials(explanations, unrecorded, wrong, failures), *trials]
         asserted = [trial for trial in trials if trial.is_cause and not trial.hypothesis.is_fallback]
+        asserted = [trial for trial in asserted if not _is_told(trial, group, wrong)]
         fallback = fallback or next((t for t in trials if t.is_cause and t.hypothesis.is_fallback), None)
         leader = best
         for trial in asserted:
@@ -269,6 +270,13 @@ def _equals(best: Trial, group: Sequence[Trial], wrong: WrongOperation) -> list[
         if not short_and_long[1].startswith(short_and_long[0]) and trial.is_as_good_as(best):
             causes.setdefault(trial.hypothesis.cause, trial)
     return list(causes.values())
+
+
+def _is_told(trial: Trial, earlier: Sequence[Trial], wrong: WrongOperation) -> bool:
+    """Whether a cause of an earlier stage has the same rows with as few fitted numbers: that says more."""
+    fitted, told = trial.hypothesis, [item for item in earlier if not item.hypothesis.is_vague]
+    alike = [item for item in told if fitted.num_fitted and item.hypothesis.num_fitted <= fitted.num_fitted]
+    return any(_is_same(item, trial, wrong) for item in alike)
 
 
 def _is_same(one: Trial, another: Trial, wrong: WrongOperation) -> bool:

@@ -1,5 +1,7 @@
 """Attention that HF computes without its interface: what it reads is named, though no key and no value is shown."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -7,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import harness
 from harness.extensions.faults.modules.changes import cache
 from harness.extensions.faults.zoo.models import build
-from harness.judge.explain.attention.unshown import _Products
+from harness.formats.taps import Graph, Kind, Operation
+from harness.judge.explain.attention.unshown import _Products, unshown_attention
 
 PROMPTS = [list(range(5, 27)), list(range(60, 74))]
 
@@ -72,3 +75,10 @@ def test_vectors_are_no_queries():
     with _Products(5) as seen:
         torch.matmul(torch.ones(5), torch.ones(5))
     assert seen.query is None
+
+
+def test_a_product_is_no_attention_and_nothing_is_run_to_see_it():
+    operation = Operation(tap="mlp", kind=Kind.LINEAR, source="mlp")
+    graph = Graph((operation,), {})
+    wrong = SimpleNamespace(rerun=object(), views=(), graph=graph, operation=operation, unrecorded=("mlp",))
+    assert unshown_attention(wrong) is None

@@ -1,5 +1,7 @@
 """Which operations are computed by themselves, and of which inputs."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -300,3 +302,11 @@ def test_time_that_other_operations_took_is_not_of_this_one():
     budget = Budget(1e-9)
     budget.begin_explanation()
     assert budget.is_half_spent
+
+
+def test_what_is_being_spent_is_not_left():
+    budget, begin = Budget(0.05), time.thread_time()
+    with budget.spent():
+        while budget.left > 0 and time.thread_time() < begin + 1:
+            pass
+    assert -0.05 < budget.seconds <= 0

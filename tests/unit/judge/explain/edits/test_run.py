@@ -72,9 +72,10 @@ def test_nothing_of_a_change_stays(has_own):
     assert vars(module) == before
 
 
-def endless(self, x):
-    while x.sum() > 0:
-        x = x - 1
+def counting_down(self, x):
+    left = 3
+    while left > 0:
+        left -= 1
     return x
 
 
@@ -148,9 +149,7 @@ def test_a_name_of_the_code_is_no_fitted_number():
     assert not any("routed_scaling2" in item.cause + item.detail for item in told)
 
 
-def test_code_that_may_not_end_or_is_not_of_transformers_is_left_alone(monkeypatch):
-    endless.__module__ = "transformers.models.made"
-    assert code_in(GraniteMLP, forward=endless) is None
+def test_code_that_is_not_of_transformers_is_left_alone(monkeypatch):
     assert code_of("", nn.Linear(1, 1), "forward", nn.Linear.forward) is None
     space = {"__name__": "transformers.models.made"}
     exec("def forward(self, x):\n    return x", space)
@@ -184,7 +183,20 @@ def endless_sums(x):
         x.sum()
 
 
-@pytest.mark.parametrize("program", [of_all_pairs, kept_for_ever, endless_sums])
+def endless_lines(_):
+    while True:
+        pass
+
+
+def endless_handled(_):
+    while True:
+        try:
+            int("no number")
+        except Exception:
+            continue
+
+
+@pytest.mark.parametrize("program", [of_all_pairs, kept_for_ever, endless_sums, endless_lines, endless_handled])
 def test_a_trial_that_takes_far_more_than_the_right_code_is_ended(program):
     x = torch.ones(1 << 16, 1)
     with Meter() as right:
@@ -193,6 +205,16 @@ def test_a_trial_that_takes_far_more_than_the_right_code_is_ended(program):
         x * x
     with pytest.raises(TooMuchError), limited(right):
         program(x)
+
+
+def test_a_change_by_which_a_loop_never_ends_is_ended():
+    """It calls no function of torch, and may catch what is raised in it."""
+    counting_down.__module__ = "transformers.models.made"
+    code, before = code_in(GraniteMLP, forward=counting_down), sys.gettrace()
+    edit = next(edit for edit in code.edits() if (edit.old, edit.new) == ("left -= 1", "is left out"))
+    with pytest.raises(TooMuchError), code.made(edit, 1.0), limited(Meter()):
+        code.holder(torch.ones(1))
+    assert sys.gettrace() is before
 
 
 @pytest.mark.parametrize(
