@@ -222,7 +222,8 @@ def histories(
 def _history(batch: PaddedBatch, call: AttentionCall, line: int, places: torch.Tensor) -> AttentionContext:
     sequence = batch.sequences[line]
     positions, length = places % batch.num_tokens, len(sequence)
-    sinks = call.options.get("s_aux")
+    sinks, visible = call.options.get("s_aux"), visible_keys(call)
+    visible = visible[line if len(visible) > 1 else 0][:, positions, :length].cpu()
     return AttentionContext(
         rows=batch.rows(places),
         query=_heads(call.query[line][:, positions]),
@@ -231,25 +232,19 @@ def _history(batch: PaddedBatch, call: AttentionCall, line: int, places: torch.T
         key_step=torch.where(sequence.is_own, sequence.step, -1),
         scale=scaling(call),
         window=window_of(call),
-        seen=None if call.mask is None else _seen(call, line, positions, length),
+        seen=None if call.mask is None or not bool(visible[0].any(dim=1).all()) else visible[0],
         softcap=call.options.get("softcap"),
         sinks=None if sinks is None else sinks.detach().to("cpu", torch.float64).flatten(),
-        bias=_bias(call, line, positions, length),
+        bias=_bias(call, line, positions, visible),
     )
 
 
-def _seen(call: AttentionCall, line: int, positions: torch.Tensor, length: int) -> torch.Tensor | None:
-    visible = visible_keys(call)[:, 0].cpu()
-    is_seen = visible[line if len(visible) > 1 else 0][positions, :length]
-    return is_seen if bool(is_seen.any(dim=1).all()) else None
-
-
-def _bias(call: AttentionCall, line: int, positions: torch.Tensor, length: int) -> torch.Tensor | None:
-    """Return what a mask adds where a key is seen [N or 1, T, S], zero at most; None for zero everywhere."""
+def _bias(call: AttentionCall, line: int, positions: torch.Tensor, visible: torch.Tensor) -> torch.Tensor | None:
+    """Return what a mask adds where a key is `visible` [N or 1, T, S], zero at most; None for zero everywhere."""
     if call.mask is None or call.mask.dtype == torch.bool:
         return None
-    mask = call.mask[line if len(call.mask) > 1 else 0][:, positions, :length].to("cpu", torch.float64)
-    visible = visible_keys(call)[line if len(call.mask) > 1 else 0][:, positions, :length].cpu()
+    mask = call.mask[line if len(call.mask) > 1 else 0]
+    mask = mask[:, positions, : visible.shape[2]].to("cpu", torch.float64)
     seen = mask.masked_fill(~visible, -torch.inf)
     bias = (seen - seen.amax(dim=-1, keepdim=True)).masked_fill(~visible, 0.0)  # of a row, all may be higher
     return bias if bool(bias.any()) else None

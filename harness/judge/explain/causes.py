@@ -107,7 +107,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         entries.coarser_dtype,
         entries.grid,
         entries.gain,
-        entries.heads_in_another_order,
+        generic.heads_in_another_order,
         entries.single_bits,
         entries.unknown_content,
     ),

@@ -235,10 +235,11 @@ def _pool_rows(wrong: WrongOperation) -> Rows:
 
 
 def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The heads, or their elements, are in another order; heads *list* are zero: not written, or lost."""
-    head_dim = wrong.head_dim
-    if not KINDS[wrong.operation.kind].has_heads or wrong.expected.shape[1] % head_dim:
+    """The heads, or their elements, are in another order, or exchanged; heads *list* are zero: not written, or lost."""
+    head_dim, kind = wrong.head_dim, wrong.operation.kind
+    if not (KINDS[kind].has_heads or kind is Kind.CACHE) or wrong.expected.shape[1] % head_dim:
         return
+    by_element = torch.arange(wrong.expected.shape[1]).view(-1, head_dim).T.flatten()
     for size, what in ((head_dim, "heads"), (1, "elements")):
         actual, expected = (
             x.unflatten(1, (-1, size)).transpose(0, 1).flatten(1) for x in (wrong.actual, wrong.expected)
@@ -249,7 +250,12 @@ def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
         source = torch.cdist(actual, pool).argmin(dim=1)
         lost = (source == count).nonzero()[:, 0].tolist()
         num_runs = 1 + int((source.diff() != 1).sum())
-        if num_runs > 1:
+        if size == 1 < count // head_dim and torch.equal(source, by_element):
+            cause = (
+                "heads and elements of a row are exchanged: it is written as [heads, elements] and read as the reverse"
+            )
+            yield Hypothesis(cause=cause, output=wrong.expected[:, source])
+        elif num_runs > 1:
             order = str(source.tolist()) if size > 1 else f"{num_runs} runs of them"
             moved = f"the {what} are in another order: {order}"
             cause = f"{what} {lost[:8]} are zero: not written, or lost" if lost else moved

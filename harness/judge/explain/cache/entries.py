@@ -118,19 +118,6 @@ def gain(wrong: WrongOperation) -> Iterator[Hypothesis]:
     )
 
 
-def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The heads come back in another order: *list*; heads and elements of a row are exchanged."""
-    actual, written = (x.unflatten(1, (-1, wrong.head_dim)) for x in (wrong.actual, wrong.expected))
-    by_head = (x.transpose(0, 1).flatten(1) for x in (actual, written))
-    source = torch.cdist(*by_head).argmin(dim=1)
-    if not torch.equal(source, torch.arange(len(source))):
-        cause = f"the heads come back in another order: {source.tolist()}"
-        yield Hypothesis(cause=cause, output=written[:, source].flatten(1), num_fitted=len(source))
-    if len(source) > 1:
-        cause = "heads and elements of a row are exchanged: it is written as [heads, elements] and read as the reverse"
-        yield Hypothesis(cause=cause, output=written.transpose(1, 2).flatten(1))
-
-
 def single_bits(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """One bit of an element differs: of the same element in every row, or here and there.
 

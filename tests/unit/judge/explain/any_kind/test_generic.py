@@ -239,7 +239,10 @@ def test_rows_of_what_is_not_computed_row_by_row_are_not_looked_for(of, kind):
 # Heads.
 
 
-@pytest.mark.parametrize(("kind", "has_heads"), [(Kind.ROTARY, True), (Kind.ATTENTION, True), (Kind.LINEAR, False)])
+EXCHANGED = "heads and elements of a row are exchanged: it is written as [heads, elements] and read as the reverse"
+
+
+@pytest.mark.parametrize(("kind", "has_heads"), [(Kind.ROTARY, True), (Kind.CACHE, True), (Kind.LINEAR, False)])
 def test_heads_in_another_order(of, kind, has_heads):
     """Two heads of four."""
     exchanged, lost = torch.cat((RIGHT[:, 4:], RIGHT[:, :4]), dim=1), torch.cat((0 * RIGHT[:, :4], RIGHT[:, 4:]), dim=1)
@@ -247,6 +250,7 @@ def test_heads_in_another_order(of, kind, has_heads):
         (exchanged, "the heads are in another order: [1, 0]"),
         (lost, "heads [0] are zero: not written, or lost"),
         (RIGHT.unflatten(1, (2, 4)).roll(1, dims=2).flatten(1), "the elements are in another order: 4 runs of them"),
+        (RIGHT.unflatten(1, (2, 4)).transpose(1, 2).flatten(1), EXCHANGED),
     ):
         hypotheses = by_cause(generic.heads_in_another_order, of(actual, kind=kind))
         assert (cause in hypotheses) == has_heads
