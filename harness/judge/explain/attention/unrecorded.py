@@ -15,7 +15,7 @@ from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.core.fit import fit_by_search
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.rotary import frequencies, rotation
-from harness.judge.explain.rotary.positions import places_in_step
+from harness.judge.explain.rotary.positions import known_positions
 from harness.oracle.rotation import Rotation, rotations
 
 _PROBED_ROWS = 6
@@ -36,13 +36,6 @@ ROTATED_WRONGLY = (
     rotation.other_tables,
 )
 """Explanations of a rotation, which are tried on queries and keys together where neither was recorded."""
-_POSITIONS = {
-    "positions restart at 0 in every step: the chunk's offset is forgotten": "chunk",
-    "positions run on through the batch instead of restarting for each request": "batch",
-    "positions restart at 0 after the prompt": "prompt",
-    "rotary in decode at a position off by one (+1)": "decode+1",
-    "rotary in decode at a position off by one (-1)": "decode-1",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +83,8 @@ def _of_one_side(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Itera
 def _at_other_positions(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:
     """Positions that other rows of the step, or of the request, have their share in; a common shift changes nothing."""
     highest = int(sides.key.positions.max())
-    tried = {
-        cause: tuple(_positions(item, how) for item in (sides.query, sides.key)) for cause, how in _POSITIONS.items()
-    }
+    known = [known_positions(item) for item in (sides.query, sides.key)]
+    tried = dict(zip(known[0], zip(*(item.values() for item in known), strict=True), strict=True))
     for n in range(1, highest + 1) if highest <= 512 else ():
         first = int(wrong.positions.min())
         if n == first:
@@ -101,18 +93,19 @@ def _at_other_positions(wrong: WrongOperation, sides: _Sides, right: Rotation) -
         if n == first - 1:
             cause = f"positions stop at {n}: rows after it are all rotated for it"
             tried[cause] = (sides.query.positions.clamp(max=n), sides.key.positions.clamp(max=n))
+    told = [_relative(sides.query.positions, sides.key.positions)]
     for cause, (of_query, of_key) in tried.items():
+        relative = _relative(of_query, of_key)
+        if not bool(relative.any()) or any(torch.equal(relative, item) for item in told):
+            continue  # no rotation at all, which has a name of its own, or one that nobody can tell apart
+        told.append(relative)
         query, key = right.turn(sides.query.inputs[0], of_query), right.turn(sides.key.inputs[0], of_key)
         yield Hypothesis(cause=cause, output=_attend(wrong, query, key))
 
 
-def _positions(side: WrongOperation, how: str) -> torch.Tensor:
-    positions, places = side.positions, places_in_step(side)
-    if how == "prompt":
-        return torch.where(positions >= places["prompt"], positions - places["prompt"], positions)
-    if how.startswith("decode"):
-        return positions + (positions >= places["prompt"]).to(positions.dtype) * int(how.removeprefix("decode"))
-    return places[how]
+def _relative(of_query: torch.Tensor, of_key: torch.Tensor) -> torch.Tensor:
+    positions = torch.cat((of_query, of_key))
+    return positions - positions.min()
 
 
 def _of_another_theta(wrong: WrongOperation, sides: _Sides, right: Rotation) -> Iterator[Hypothesis]:

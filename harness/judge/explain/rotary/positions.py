@@ -25,7 +25,7 @@ _AXES = ("time", "height", "width")
 def other_positions(wrong: WrongOperation, right: Rotation) -> Causes:
     """Each row is rotated for the position that fits it best; what those positions have in common is the cause."""
     if not wrong.can_be_fitted:
-        for cause, positions in _known_positions(wrong).items():
+        for cause, positions in known_positions(wrong).items():
             is_right = torch.equal(positions, wrong.positions)
             yield Hypothesis(cause=cause, output=wrong.expected if is_right else right.turn(wrong.inputs[0], positions))
         return
@@ -60,7 +60,7 @@ def _named_positions(wrong: WrongOperation, best: torch.Tensor) -> str | None:
     expected = wrong.positions
     if (behind := _behind_given_up(wrong, best)) is not None:
         return behind
-    for name, positions in _known_positions(wrong).items():
+    for name, positions in known_positions(wrong).items():
         if torch.equal(best, positions):
             return name
     if (bounded := _bounded(expected, best)) is not None:
@@ -71,9 +71,10 @@ def _named_positions(wrong: WrongOperation, best: torch.Tensor) -> str | None:
     return _offsets_by_request(wrong, best - expected)
 
 
-def _known_positions(wrong: WrongOperation) -> dict[str, torch.Tensor]:
+def known_positions(wrong: WrongOperation) -> dict[str, torch.Tensor]:
     """Return the positions [R] of every row under the mistakes that engines are known to make."""
     expected, of = wrong.positions, places_in_step(wrong)
+    in_decode = (expected >= of["prompt"]).to(expected.dtype)
     steps = "one step" if _is_one_of_several_chunks(wrong) else "every step"
     return {
         "rotary at a position off by one (+1)": expected + 1,
@@ -82,7 +83,9 @@ def _known_positions(wrong: WrongOperation) -> dict[str, torch.Tensor]:
         f"positions restart at 1 in {steps}: the chunk's offset is forgotten": of["chunk"] + 1,
         "rotary at the position of the first row of its step": expected - of["chunk"],
         "positions run on through the batch instead of restarting for each request": of["batch"],
-        "positions restart at 0 after the prompt": expected - of["prompt"],
+        "positions restart at 0 after the prompt": expected - in_decode * of["prompt"],
+        "rotary in decode at a position off by one (+1)": expected + in_decode,
+        "rotary in decode at a position off by one (-1)": expected - in_decode,
         "rotary at position 0 for every row": torch.zeros_like(expected),
         "the rows of other requests before it in the step are added to the position": expected + of["others"],
         "rotary at the position of the row before it in the batch": of["before"],
