@@ -55,6 +55,7 @@ _COMPUTED = (
     (r"softmax", "the softmax"),
     (r"norm\w*\(", "the norm"),
     (r"sigmoid", "the sigmoid"),
+    (r"rsqrt\(.*var", "the norm's variance"),
 )
 """What a call is, for one whose input and output are in another dtype."""
 _FUNCTIONS = {

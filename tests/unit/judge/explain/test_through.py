@@ -130,13 +130,13 @@ def test_the_edge_of_the_window_is_said_where_rows_begin_to_be_wrong(mistral, tm
     )
 
 
-def test_a_setting_of_a_module_is_found_by_its_name(granite, tmp_path, monkeypatch):
+def test_a_setting_of_a_module_is_found_in_the_code(granite, tmp_path, monkeypatch):
     def inject(model):
         model.model.layers[0].residual_multiplier = 1.0
 
     _, explanation = granite.explained(tmp_path / "run", inject, ("no such source",), monkeypatch)
     assert explanation.is_cause
-    assert explanation.cause == "residual_multiplier of model.layers.0 is 1 instead of 0.6: left out"
+    assert explanation.cause.startswith("the multiplier of the branch is left out: in GraniteDecoderLayer")
 
 
 def test_a_multiplier_of_the_whole_model_is_found_in_the_config(granite, tmp_path, monkeypatch):
