@@ -18,7 +18,7 @@ from harness.pytest_plugin.failure import (
     pytest_report_to_serializable,
 )
 from harness.pytest_plugin.fixtures import harness_check, pytest_pyfunc_call
-from harness.pytest_plugin.items import UPDATE_SECTIONS, CaseFile, CaseNotCollectedWarning, has_marks_of_a_case
+from harness.pytest_plugin.items import SECTIONS, CaseFile, CaseNotCollectedWarning, has_marks_of_a_case
 
 __all__ = [
     "harness_check",
@@ -85,15 +85,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> CaseFile | None:
     """Collect a case file."""
-    if file_path.suffix.lower() != ".toml":
+    if ".toml" not in file_path.name.lower():
         return None
     is_declared = _is_declared(file_path, parent.config)
-    if not is_declared and file_path.parent.name != CASES_FOLDER:
-        if has_marks_of_a_case(file_path):
-            what = f"{file_path} looks like a case, and is not collected: its folder is not called {CASES_FOLDER!r}"
-            parent.warn(CaseNotCollectedWarning(f"{what}, and no glob of harness_cases in the configuration names it"))
-        return None
-    return CaseFile.from_parent(parent, path=file_path, is_declared=is_declared)
+    if file_path.suffix.lower() == ".toml" and (is_declared or file_path.parent.name == CASES_FOLDER):
+        return CaseFile.from_parent(parent, path=file_path, is_declared=is_declared)
+    reason: str | None = (
+        f"its folder is not called {CASES_FOLDER!r}, and no glob of harness_cases in the configuration names it"
+    )
+    if file_path.suffix.lower() != ".toml":
+        original, ending, _ = file_path.name.rpartition(".toml")
+        reason = None if file_path.with_name(original + ending).is_file() else "its name does not end in .toml"
+    if reason is not None and has_marks_of_a_case(file_path):
+        parent.warn(CaseNotCollectedWarning(f"{file_path} looks like a case, and is not collected: {reason}"))
+    return None
 
 
 def _is_declared(path: Path, config: pytest.Config) -> bool:
@@ -104,8 +109,8 @@ def _is_declared(path: Path, config: pytest.Config) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show the updates. The texts are in the reports, so that xdist's workers can send them."""
-    for section in UPDATE_SECTIONS:
+    """Show updates and what was not compared. The texts are in the reports, so that xdist's workers can send them."""
+    for section in SECTIONS:
         texts = sorted(_texts(terminalreporter, section))
         if texts:
             terminalreporter.section(section)

@@ -65,8 +65,8 @@ def settle(folder: Path, kept: Path | None) -> Path:
         return folder.rename(kept)
 
 
-UPDATE_SECTIONS = GOLDEN_UPDATE, BASELINE_UPDATE = "golden update", "baseline update"
-"""Keys of the report sections for the effects of --golden-update and --baseline-update."""
+SECTIONS = GOLDEN_UPDATE, BASELINE_UPDATE, NOT_COMPARED = "golden update", "baseline update", "not compared"
+"""Keys of the report sections: the effects of --golden-update and --baseline-update, and profiles without baseline."""
 
 _MARKS_OF_A_CASE = {"schema_version", "requests"}
 """Keys that every case has."""
@@ -169,6 +169,9 @@ class CaseItem(pytest.Item):
             folder = settle(folder, kept)
             if section.baseline is not None:
                 self._gate(folder, self.path.parent / section.baseline)
+            else:
+                text = f"{self.where}: its profile was compared with nothing: [profile] names no baseline"
+                self.add_report_section("call", NOT_COMPARED, text)
 
     def _gate(self, profile: Path, baseline: Path) -> None:
         from harness.profiling.gate.baseline import run_gate

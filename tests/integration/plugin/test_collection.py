@@ -51,6 +51,15 @@ def test_a_file_that_looks_like_a_case_and_is_none_is_a_warning(
     result.stdout.fnmatch_lines([f"*{path} looks like a case, and is not collected: {reason}*"])
 
 
+def test_a_case_with_another_ending_is_a_warning_unless_it_is_a_copy(project: pytest.Pytester, case_text: str) -> None:
+    for name in ("nightly.toml.txt", "tiny.toml.orig"):
+        (project.path / "cases" / name).write_text(case_text)
+    result = project.runpytest("--collect-only", "-q", "-W", "default")
+    reason = "its name does not end in .toml"
+    result.stdout.fnmatch_lines([f"*nightly.toml.txt looks like a case, and is not collected: {reason}"])
+    result.stdout.no_fnmatch_line("*tiny.toml.orig*")
+
+
 def test_a_file_in_cases_with_other_keys_of_a_case_is_a_warning(project: pytest.Pytester, case_text: str) -> None:
     text = case_text.replace("schema_version = 1", "").replace("requests", "request")
     (project.path / "cases" / "misspelt.TOML").write_text(text)

@@ -96,3 +96,15 @@ def test_a_test_that_ends_before_it_calls_it_has_no_warning(pytester: pytest.Pyt
         "def test_failed(harness_check): assert False\n"
     )
     pytester.runpytest("-W", "error").assert_outcomes(skipped=1, failed=1)
+
+
+def test_a_test_that_catches_its_failure_is_a_warning(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "def test_caught(harness_check):\n"
+        "    try: harness_check(None, model='nowhere', prompts=['text'])\n"
+        "    except Exception: pass\n"
+    )
+    result = pytester.runpytest("-W", "default")
+    result.assert_outcomes(passed=1, warnings=1)
+    what = "passes, though 1 of its 1 calls of harness_check did not pass"
+    result.stdout.fnmatch_lines([f"*FailureCaughtWarning: *::test_caught {what}"])

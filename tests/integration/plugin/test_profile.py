@@ -75,6 +75,17 @@ def test_captures_and_baseline(profiled: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
+def test_a_profile_without_a_baseline_says_that_nothing_was_compared(
+    project: pytest.Pytester, plain_case_text: str
+) -> None:
+    (project.path / "cases" / "tiny.toml").write_text(plain_case_text + PROFILE)
+    result = project.runpytest()
+    result.assert_outcomes(passed=1)
+    what = "its profile was compared with nothing: [[]profile] names no baseline"
+    result.stdout.fnmatch_lines(["*= not compared =*", f"cases/tiny.toml: {what}"])
+
+
+@pytest.mark.slow
 def test_an_engine_that_is_wrong_is_not_profiled(broken_project: pytest.Pytester) -> None:
     case = broken_project.path / "cases" / "tiny.toml"
     case.write_text(case.read_text() + PROFILE)
