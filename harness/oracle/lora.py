@@ -296,10 +296,16 @@ def add_adapter(hf: HFModel, folder: Path) -> None:
         setattr(hf.module(parent), name, LoraLinear(bases[path], a, b, update.scaling).eval())
     files = [(folder / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)]
     hf.lora_hash = hashlib.sha256(b"".join(files)).hexdigest()
+    hf.lora_base = json.loads(files[0]).get("base_model_name_or_path")
 
 
 def adapter_notes(hf: HFModel) -> Iterator[str]:
-    """Yield a note if a model's adapter changes nothing: then no check sees whether an engine applies it."""
+    """Yield notes on an adapter that was made for another model, or that changes next to nothing."""
+    if hf.lora_base is not None and _last_part(str(hf.lora_base)) not in _names_of(hf.checkpoint):
+        yield (
+            f"the adapter's config names another base model, {_shown(hf.lora_base)}: whether it was made for this one "
+            "was not checked"
+        )
     adapted = [module for module in hf.model.modules() if isinstance(module, LoraLinear)]
     num_idle = sum(not (module.lora_a.any() and module.lora_b.any()) for module in adapted)
     if num_idle:
@@ -313,6 +319,16 @@ def adapter_notes(hf: HFModel) -> Iterator[str]:
             f"the adapter changes the weights by a few roundings to {hf.dtype} or less at {num_small} of its "
             f"{len(adapted)} modules: whether the engine applies it there may not have been seen; float32 shows more"
         )
+
+
+def _names_of(checkpoint: Checkpoint) -> set[str]:
+    """Return what a checkpoint is called: by its folder, its config, and the hub's cache."""
+    of_hub = (part.rpartition("--")[2] for part in checkpoint.folder.parts if part.startswith("models--"))
+    return {_last_part(str(name)) for name in (checkpoint.folder, checkpoint.config.get("_name_or_path", ""), *of_hub)}
+
+
+def _last_part(name: str) -> str:
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1].casefold()
 
 
 def _size(module: LoraLinear) -> float:

@@ -74,6 +74,8 @@ class UntracedModel:
     """The layers that predict further tokens, if they are run, too."""
     lora_hash: str | None = None
     """Digest of the LoRA adapter that was put into the model; None without one."""
+    lora_base: str | None = None
+    """Model that the adapter's config says it was made for."""
 
     @property
     def folder(self) -> Path:

@@ -159,6 +159,17 @@ def test_an_adapter_within_roundings_of_the_dtype_is_said(tmp_path):
         assert all(f"bfloat16 or less at {num_small} of its 3 modules" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [("meta-llama/Llama-3-8B", True), ("Qwen/qwen3-tiny", False), (str(FOLDER) + "/", False), (None, False)],
+)
+def test_an_adapter_of_another_base_model_is_said(tmp_path, name, is_said):
+    folder = write_adapter(tmp_path / "a", seed=1, modules=("q_proj",), base_model_name_or_path=name)
+    notes = [*adapter_notes(load_adapted(Checkpoint(FOLDER), dtype=torch.float32, lora=folder))]
+    assert bool(notes) == is_said
+    assert all("names another base model, 'meta-llama/Llama-3-8B'" in note for note in notes)
+
+
 def test_a_folder_that_is_no_adapter(harness, tmp_path):
     ran = harness("check", *WORKLOAD, "--lora", tmp_path)
     assert ran.status == 2

@@ -71,8 +71,8 @@ class _Seen:
     """The requests' history so far."""
 
     prompt_lengths: dict[int, int]
-    ends: dict[int, int]
-    """The last position of each request."""
+    ends: Mapping[int, int]
+    """The last position of each request that any step computes."""
     prefixes: Prefixes
     computed: dict[int, set[int]] = field(default_factory=dict)
     """Positions computed so far, by request."""
@@ -80,6 +80,8 @@ class _Seen:
     """By the id of a draft, the id of its request."""
     num_blocks: dict[int, int] = field(default_factory=dict)
     """Blocks of each request in its latest step."""
+    hits: set[int] = field(default_factory=set)
+    """Prefixes that requests found in the cache."""
     given_up: dict[int, int] = field(default_factory=dict)
     """End of the latest draft of each request."""
     present: list[int] = field(default_factory=list)
@@ -98,7 +100,7 @@ def reached_triggers(recording: Recording, traits: Traits | None = None) -> tupl
     requests = recording.manifest.requests
     seen = _Seen(
         {request.id: request.prompt_length for request in requests},
-        {request.id: len(request.token_ids) - 1 for request in requests},
+        _last_positions(recording),
         Prefixes(requests),
         drafts={request.id: request.draft_of for request in requests if request.draft_of is not None},
     )
@@ -112,10 +114,13 @@ def unreached_triggers(recording: Recording, reached: Collection[str], traits: T
     can_be_met = dict.fromkeys(_OF_ANY_ENGINE, True) | {
         "new_block": any(step.block_tables for step in recording.steps),
         "block_boundary": any(step.block_tables for step in recording.steps),
+        "evicted": "prefix_hit" in reached,
+        "drafts_together": any(request.draft_of is not None for request in recording.manifest.requests),
         "window_exceeded": traits is not None and traits.window is not None,
         "rope_extended": traits is not None and traits.original_positions is not None,
     }
-    lengths, last = {} if traits is None else traits.lengths, _last_position(recording)
+    lengths = {} if traits is None else traits.lengths
+    last = max(_last_positions(recording).values(), default=-1)
     return (
         *(name for name in _MESSAGES if can_be_met.get(name) and name not in reached),
         *(f"more than {value:,} positions ({name})" for name, value in lengths.items() if last < value),
@@ -123,7 +128,7 @@ def unreached_triggers(recording: Recording, reached: Collection[str], traits: T
 
 
 def _of_model(recording: Recording, traits: Traits) -> set[str]:
-    last = _last_position(recording)
+    last = max(_last_positions(recording).values(), default=-1)
     conditions = {
         "gqa": traits.num_groups > 1,
         "window_exceeded": traits.window is not None and last >= traits.window,
@@ -132,8 +137,13 @@ def _of_model(recording: Recording, traits: Traits) -> set[str]:
     return {name for name, holds in conditions.items() if holds and last >= 0}
 
 
-def _last_position(recording: Recording) -> int:
-    return max((int(step.position.max()) for step in recording.steps if len(step.position)), default=-1)
+def _last_positions(recording: Recording) -> dict[int, int]:
+    """Return the last position of each request that any step computes."""
+    last = dict[int, int]()
+    for step in recording.steps:
+        for request in () if is_readback(step) else step.request.unique().tolist():
+            last[request] = max(last.get(request, -1), int(step.position[step.request == request].max()))
+    return last
 
 
 def not_reached(name: str) -> Finding:
@@ -148,6 +158,8 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
     if is_readback(step):
         return
     drafts = [item for item in step.request.unique().tolist() if item in seen.drafts]
+    if len({seen.drafts[item] for item in drafts}) > 1:
+        yield "drafts_together"
     present = [item for item in step.request.unique().tolist() if item not in seen.drafts]
     if len(present) > 1:
         yield "batch"
@@ -204,6 +216,9 @@ def _of_request(request: int, positions: torch.Tensor, step: Step, seen: _Seen) 
             yield "partial_hit"
         if any(_has_computed(running, request, first, seen) for running in step.request.unique().tolist()):
             yield "forked"
+        seen.hits.add(seen.prefixes.at(request, first - 1))
+    elif request not in seen.computed and seen.hits.intersection(seen.prefixes.up_to(request, prompt_length).tolist()):
+        yield "evicted"
     computed, new = seen.computed.setdefault(request, set()), set(positions.tolist())
     # An engine without a cache computes every position in every step: it has no cache to lose.
     has_lost = bool(step.block_tables) or (first == 0 and request in seen.goes_on)
@@ -249,11 +264,10 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
     steps = [step for step in recording.steps if not is_readback(step) and len(step.position)]
     prompt_lengths = {request.id: request.prompt_length for request in recording.manifest.requests}
     requests = {request.id: request.token_ids for request in recording.manifest.requests}
-    last, chunks = dict[int, int](), set[int]()
+    last, chunks = _last_positions(recording), set[int]()
     for step in steps:
         for request in step.request.unique().tolist():
             positions = step.position[step.request == request]
-            last[request] = max(last.get(request, -1), int(positions.max()))
             if int(positions.max()) < prompt_lengths[request] - 1:
                 chunks.add(len(positions))
     ids = {token for request, position in last.items() for token in requests[request][: position + 1]}
@@ -289,10 +303,12 @@ _MESSAGES: Mapping[str, str] = {
     "block_boundary": "no request filled more than one KV block (lengthen the prompt or lower the block size)",
     "prefix_hit": "no request found its beginning in the cache (lengthen the prompt beyond a block)",
     "partial_hit": "every request that found its beginning in the cache had an earlier one's whole prompt",
+    "evicted": "no request computed again what an earlier one had found in the cache: the cache was never full",
     "forked": "no request went on from one that was still running (raise --max-new-tokens to at least 2)",
     "preempted": "no request lost its cache and was computed again (give a second prompt, or fewer blocks)",
     "rewound": "no request went back over tokens that it had given up (raise --max-new-tokens to at least 4)",
     "drafts_accepted": "no step computed an accepted draft (raise --max-new-tokens to at least 4)",
+    "drafts_together": "no step verified drafts of two requests",
     "gqa": "the model has as many KV heads as query heads, or no model was given (name one with --model)",
     "window_exceeded": "no request was longer than the model's sliding window (lengthen the prompt)",
     "rope_extended": "no position lay beyond those the model was trained on before its rope scaling",

@@ -141,13 +141,25 @@ def test_equal_requests_of_one_step():
 
 
 def test_what_a_step_has_of_the_requests_of_earlier_ones():
-    both, alone = step(0, [0, 1], [0, 0]), step(1, [0], [1])
-    whole = step(0, [0] + [1] * 12, [0, *range(12)])
-    assert "paused" in reached_triggers(recording(both, alone))
-    assert "uneven_end" not in reached_triggers(recording(both, alone))
-    assert "uneven_end" in reached_triggers(recording(whole, alone))
-    assert "paused" not in reached_triggers(recording(whole, alone))
-    assert "uneven_end" not in reached_triggers(recording(whole))
+    both, alone, again = step(0, [0, 1], [0, 0]), step(1, [0], [1]), step(2, [0, 1], [2, 1])
+    paused, ended = reached_triggers(recording(both, alone, again)), reached_triggers(recording(both, alone))
+    assert "paused" in paused
+    assert "uneven_end" not in paused
+    assert "uneven_end" in ended
+    assert "paused" not in ended, "its last token was sampled, and no step computes it"
+    assert "uneven_end" not in reached_triggers(recording(both))
+
+
+def test_what_an_earlier_request_found_in_the_cache_is_computed_again():
+    requests = [RequestInfo(id=index, prompt_length=4, token_ids=list(range(8))) for index in range(3)]
+    first, hit, again = step(0, [0] * 4, range(4)), step(1, [1] * 2, [2, 3]), step(2, [2] * 4, range(4))
+
+    def recorded(*steps):
+        return SimpleNamespace(steps=steps, manifest=SimpleNamespace(requests=requests))
+
+    assert "evicted" in reached_triggers(recorded(first, hit, again))
+    assert "evicted" not in reached_triggers(recorded(first, again, hit))
+    assert "evicted" in unreached_triggers(recorded(first), ("prefix_hit",), PLAIN)
 
 
 def test_what_requests_of_a_step_are_to_each_other():
@@ -236,7 +248,10 @@ def test_a_requirement_that_is_not_reached_fails(bench, tmp_path):
 
 def by_definition(steps, requests):
     """Conditions that steps reach; each step is rows, sampled rows or None, block tables or None, and its phase."""
-    reached, computed, num_blocks, went_on, latest = set(), {}, {}, set(), set()
+    reached, computed, num_blocks, went_on, latest, hits = set(), {}, {}, set(), set(), []
+    last = {}
+    for of, at in (row for rows, _, _, phase in steps for row in rows if phase != "readback"):
+        last[of] = max(at, last.get(of, 0))
     for rows, sampled, tables, phase in steps:
         if any(len(blocks) > 1 for blocks in (tables or {}).values()):
             reached.add("block_boundary")
@@ -247,7 +262,7 @@ def by_definition(steps, requests):
             reached.add("batch")
             if len({max(positions) for positions in present.values()}) > 1:
                 reached.add("ragged_batch")
-        ended = {request for request, before in computed.items() if len(requests[request][0]) - 1 in before}
+        ended = {request for request, before in computed.items() if last[request] in before}
         if computed.keys() - ended - present.keys():
             reached.add("paused")
         if ended & latest - present.keys() and latest & present.keys():
@@ -270,11 +285,14 @@ def by_definition(steps, requests):
             first = min(positions)
             if request not in computed and first > 0:
                 reached.add("prefix_hit")
+                hits.append(tokens[:first])
                 if not any(requests[earlier][0][:prompt_length] == tokens[:prompt_length] for earlier in computed):
                     reached.add("partial_hit")
                 others = [running for running in present if set(range(first)) <= computed.get(running, set())]
                 if any(requests[running][0][:first] == tokens[:first] for running in others):
                     reached.add("forked")
+            elif request not in computed and any(tokens[:prompt_length][: len(hit)] == hit for hit in hits):
+                reached.add("evicted")
             before = computed.setdefault(request, set())
             if (tables or (first == 0 and request in went_on)) and before & set(positions):
                 reached.add("preempted")
@@ -362,9 +380,25 @@ def test_drafts_are_no_batch_and_no_fork_and_what_follows_them_has_gone_back():
     prefill = step(0, [0] * 4, range(4), sampled=[-1, -1, -1, 9], tables={0: [1]})
     verification = step(1, [0, 0, 1, 1], [4, 5, 6, 7], sampled=[9] * 4, tables=tables)
     after = step(2, [0], [6], sampled=[9], tables={0: [1, 2]})
+    assert "drafts_together" in unreached_triggers(
+        SimpleNamespace(steps=[prefill], manifest=SimpleNamespace(requests=requests)), (), PLAIN
+    )
 
     def reached(*steps):
         return reached_triggers(SimpleNamespace(steps=steps, manifest=SimpleNamespace(requests=requests)))
 
     assert reached(prefill, verification) == ("decode", "new_block", "block_boundary", "drafts_accepted")
     assert reached(prefill, verification, after) == (*reached(prefill, verification)[:3], "rewound", "drafts_accepted")
+
+
+def test_drafts_of_two_requests_in_one_step():
+    requests = [RequestInfo(id=index, prompt_length=4, token_ids=list(range(9))) for index in range(2)]
+    drafts = [RequestInfo(id=2 + of, prompt_length=4, token_ids=[*range(5), 90 + of], draft_of=of) for of in range(2)]
+    manifest = SimpleNamespace(requests=[*requests, *drafts])
+
+    def reached(*steps):
+        return reached_triggers(SimpleNamespace(steps=steps, manifest=manifest))
+
+    prefill = step(0, [0] * 4 + [1] * 4, [*range(4)] * 2)
+    assert "drafts_together" in reached(prefill, step(1, [0, 2, 1, 3], [4, 5, 4, 5]))
+    assert "drafts_together" not in reached(prefill, step(1, [0, 2, 1], [4, 5, 4]), step(2, [0, 1, 3], [5, 5, 5]))
