@@ -72,8 +72,8 @@ def _facts(result: RolloutResult) -> Iterator[tuple[str, str]]:
     shown = " + ".join(f"{value:,} {name}" for name, value in parts.items() if value or name == "compared")
     yield "tokens", f"{tokens.tokens:,} = {shown}"
     if result.not_judged:
-        yield "not judged", "; ".join(result.not_judged)
-    yield from (("note", note) for note in result.notes)
+        yield "not judged", printable("; ".join(result.not_judged))
+    yield from (("note", printable(note)) for note in result.notes)
     yield "timings", f"{number(result.seconds)} s"
 
 

@@ -68,10 +68,9 @@ class Client:
     @property
     def not_asked(self) -> str:
         """What no request was, so that nothing is known of it."""
-        fields = ", ".join(sorted(self._fields))
         sizes = f"more than {self._most_open} requests at once or {self._num_bodies:,} in all"
-        kinds = "after a pause, from another client, of several prompts, without max_tokens"
-        return f"{sizes}, requests {kinds}, or with other fields than {fields}"
+        kinds = "pauses, other clients, several prompts in a request, no max_tokens"
+        return f"{sizes}, {kinds}, fields besides {', '.join(sorted(self._fields))}"
 
     async def get(self, path: str) -> Any:
         """Return a page's JSON; raises HarnessError as `post`."""

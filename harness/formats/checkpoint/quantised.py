@@ -13,6 +13,9 @@ from harness.errors import some_of
 from harness.formats.checkpoint.converted import read_info
 from harness.formats.checkpoint.locate import Reader
 
+_BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files beside config.json that say how weights are quantised, and that are not read."""
+
 if TYPE_CHECKING:
     import torch
 
@@ -69,10 +72,11 @@ class QuantisedSource:
         """Say what was read, for the head of a verdict."""
         if not self.modules:
             return "the checkpoint is quantised in its KV cache alone: the weights are its own"
+        beside = [name for name in _BESIDE if (self.path / name).is_file()]
         return (
             f"the weights are those of a quantised checkpoint, dequantised to float32: {' and '.join(self.formats)} in "
             f"{len(self.modules)} modules ({some_of(self.modules, 3)}); not judged: whether they are the original "
-            "model's, and what files beside config.json (quantize_config.json) say of them"
+            f"model's{f', and what {beside[0]} says of them' if beside else ''}"
         )
 
 

@@ -200,7 +200,7 @@ def compare_weights(first: Any, second: Any, *, before: Any = None, local_files_
     _drop_tied(one, two, only_first, only_second)
     moves = [f"{pair.whole} is {pair}" for pair in pairs if str(pair) != pair.whole]
     if moves:
-        what = f"the places of {len(moves)} tensors that were found by their values under other names"
+        what = f"the places of tensors that were found by their values under other names ({len(moves)})"
         not_compared += (f"{what}: {', '.join(moves[:_MOST_NAMES])}{', ...' if moves[_MOST_NAMES:] else ''}",)
     tensors, moved, total = [], 0.0, 0.0
     for pair in pairs:

@@ -2,6 +2,7 @@
 
 import filecmp
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ _FREE = {
     "tokenizer.json": ("padding", "truncation", "version"),
 }
 """By file: fields that say nothing of what is computed, or what the tensors themselves say."""
+_SAYS_NOTHING = re.compile(r"README|LICENSE|\.git|.*\.index\.json$", re.IGNORECASE)
+"""Names of files that say nothing of what is computed, or no more than the names of the tensors."""
 _MOST_OF_A_TABLE = 5
 """Differences of one table that are listed: two vocabularies may differ in each token."""
 
@@ -47,6 +50,8 @@ def _not_compared(folders: Sequence[Path], compared: Collection[str]) -> Iterato
     weights = {shard.name for folder in folders for shard in Checkpoint(folder).shards}
     names = {file.name for folder in folders for file in folder.iterdir() if file.is_file()}
     for name in sorted((names | _FREE.keys()) - {*compared, *weights}):
+        if _SAYS_NOTHING.match(name):
+            continue
         files = [folder / name for folder in folders]
         if not all(file.is_file() for file in files):
             yield f"{name}: not both folders have one"

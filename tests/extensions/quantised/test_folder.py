@@ -42,9 +42,11 @@ def test_a_plan_says_what_was_read(quantised: Path):
     assert note == (
         "the weights are those of a quantised checkpoint, dequantised to float32: compressed-tensors, packed integers "
         "in 21 modules (model.layers.0.mlp.down_proj, model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj "
-        "and 18 more); not judged: whether they are the original model's, and what files beside config.json "
-        "(quantize_config.json) say of them"
+        "and 18 more); not judged: whether they are the original model's"
     )
+    (quantised / "quantize_config.json").write_text("{}")
+    (longer,) = plan_engine(model=str(quantised)).notes
+    assert longer == f"{note}, and what quantize_config.json says of them"
 
 
 def test_a_source_that_was_changed_is_not_read_again(quantised: Path):
