@@ -331,6 +331,8 @@ class Extent:
     """Different token ids that were computed."""
     chunks: Annotated[tuple[int, ...], UNION] = ()
     """Numbers of tokens of a prompt that a step computed, other than to its end."""
+    taken_back: Annotated[int | None, LARGEST] = None
+    """Most tokens of a request that were given up at once: rejected drafts, or a continuation that was taken back."""
     all_positions: Annotated[int | None, LARGEST] = None
     """Positions that the model has; None where its configuration does not say."""
     all_token_ids: Annotated[int | None, LARGEST] = None

@@ -265,6 +265,7 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
     prompt_lengths = {request.id: request.prompt_length for request in recording.manifest.requests}
     requests = {request.id: request.token_ids for request in recording.manifest.requests}
     last, chunks = _last_positions(recording), set[int]()
+    drafts = [request for request in recording.manifest.requests if request.draft_of is not None]
     for step in steps:
         for request in step.request.unique().tolist():
             positions = step.position[step.request == request]
@@ -279,6 +280,7 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
         positions=max(last.values(), default=-1) + 1,
         token_ids=len(ids),
         chunks=tuple(sorted(chunks)),
+        taken_back=max((last.get(draft.id, -1) + 1 - draft.prompt_length for draft in drafts), default=0),
         all_positions=None if traits is None else traits.num_positions,
         all_token_ids=None if traits is None else traits.vocab_size,
     )

@@ -374,6 +374,8 @@ def _extent(extent: Extent) -> Iterator[str]:
         yield f"prompts of at least {count(extent.shortest_prompt or 0, 'token')}"
     if extent.chunks:
         yield f"chunks of {_names([f'{size:,}' for size in sorted(extent.chunks)])} tokens"
+    if extent.taken_back:
+        yield f"at most {count(extent.taken_back, 'token')} taken back at once"
     for number_of, whole, what in (
         (extent.positions, extent.all_positions, "position"),
         (extent.token_ids, extent.all_token_ids, "token id"),

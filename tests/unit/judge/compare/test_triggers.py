@@ -402,3 +402,12 @@ def test_drafts_of_two_requests_in_one_step():
     prefill = step(0, [0] * 4 + [1] * 4, [*range(4)] * 2)
     assert "drafts_together" in reached(prefill, step(1, [0, 2, 1, 3], [4, 5, 4, 5]))
     assert "drafts_together" not in reached(prefill, step(1, [0, 2, 1], [4, 5, 4]), step(2, [0, 1, 3], [5, 5, 5]))
+
+
+def test_how_many_tokens_were_taken_back_at_once():
+    draft = RequestInfo(id=1, prompt_length=5, token_ids=[*range(5), 90, 91, 92], draft_of=0)
+    requests = [RequestInfo(id=0, prompt_length=4, token_ids=list(range(9))), draft]
+    steps = [step(0, [0] * 4, range(4)), step(1, [0, 1, 1], [4, 5, 6]), step(2, [0], [5])]
+    recorded = SimpleNamespace(steps=steps, manifest=SimpleNamespace(requests=requests))
+    assert extent(recorded, PLAIN).taken_back == 2
+    assert extent(recording(*steps[:1]), PLAIN).taken_back == 0
