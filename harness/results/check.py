@@ -446,14 +446,17 @@ class DetectionPower:
     mistakes: tuple[KnownMistake, ...]
     tried: tuple[str, ...]
     """Taps of the operations, one of each site, whose mistakes were tried."""
+    in_part: tuple[str, ...] = ()
+    """Those of them of which there was no time for all mistakes: changes of HF's code come last."""
     not_tried: tuple[str, ...] = ()
     """Taps of operations for which there was no time."""
     not_covered: tuple[str, ...] = ()
-    """Sites of which no mistake was tried: states, and what was judged only through other operations."""
+    """Sites of which no mistake was tried: they were judged only through other operations."""
     bit_for_bit: tuple[str, ...] = ()
     """Sites of caches that were read back, where any bit that differs from what was written is seen."""
     smallest_change: float | None = None
-    """Relative change of a row that is out of bounds in each operation of `tried`; None if none was tried."""
+    """Relative change of a row that is out of bounds in each operation of `tried`, at the rows that were tried; None if
+    none was tried."""
     failures: tuple[str, ...] = ()
     """Explanations that raised an error, and where."""
 

@@ -157,7 +157,7 @@ def _combined(
         expected=expected,
         errors=judgements.errors,
         evidence={**judgements.local.evidence, **judgements.states.evidence},
-        sound=judgements.local.sound,
+        sound={**judgements.local.sound, **judgements.states.sound},
         states=judgements.runs,
     )
 

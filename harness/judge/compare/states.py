@@ -201,7 +201,7 @@ def _compared(
     runs: StateRuns, graph: Graph, usable: Collection[str], operations: Sequence[Operation], pairs: "_Pairs"
 ) -> LocalJudgement:
     """Compare the states that were read with those of a truth and its control."""
-    errors, evidence = dict[str, LocalErrors](), dict[str, Evidence]()
+    errors, evidence, sound = dict[str, LocalErrors](), dict[str, Evidence](), dict[str, Evidence]()
     for operation in operations:
         factor = UNRECORDED_FACTOR if _lacks_inputs(graph, operation, usable) else CONTROL_FACTOR
         known_reads = [(read, value) for read, value in states_read(runs.recording, operation.tap) if read in pairs]
@@ -209,8 +209,12 @@ def _compared(
             tap_errors = _errors(operation, known_reads, pairs, factor, engine_dtype(runs.recording))
             errors[operation.tap] = tap_errors
             if bool(tap_errors.bad.any()):
-                evidence[operation.tap] = _evidence(operation, known_reads, pairs, tap_errors)
-    return LocalJudgement(errors=errors, evidence=evidence)
+                evidence[operation.tap] = _evidence(operation, known_reads, pairs, tap_errors, tap_errors.bad)
+            elif operation.site not in {graph[tap].site for tap in sound}:
+                latest = torch.zeros_like(tap_errors.bad)
+                latest[max(range(len(known_reads)), key=lambda at: known_reads[at][0].step)] = True
+                sound[operation.tap] = _evidence(operation, known_reads, pairs, tap_errors, latest)
+    return LocalJudgement(errors=errors, evidence=evidence, sound=sound)
 
 
 def _before_the_first(
@@ -308,10 +312,14 @@ def _errors(
 
 
 def _evidence(
-    operation: Operation, reads: Sequence[tuple[ReadState, torch.Tensor]], pairs: _Pairs, errors: LocalErrors
+    operation: Operation,
+    reads: Sequence[tuple[ReadState, torch.Tensor]],
+    pairs: _Pairs,
+    errors: LocalErrors,
+    mask: torch.Tensor,
 ) -> Evidence:
-    """Keep the first wrong rows of some requests, in the order in which they were read."""
-    wrong = errors.bad.nonzero()[:, 0]
+    """Keep the first rows of a mask of some requests, in the order in which they were read."""
+    wrong = mask.nonzero()[:, 0]
     kept = list[int]()
     for at in wrong[errors.rows.step[wrong].argsort(stable=True)].tolist():
         of_request = sum(reads[item][0].request == reads[at][0].request for item in kept)

@@ -7,9 +7,11 @@ that nobody wrote down.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -42,46 +44,58 @@ def power_of(
         recording: the engine's.
         expected: the golden.
         hf: the model in the engine's dtype.
-        budget_s: no further operation is tried once it would take more seconds in all, if it takes as long as those so
-            far on average. Each kind of operation comes once before any comes twice.
+        budget_s: seconds that it may take. Each kind of operation comes once before any comes twice, and the mistakes
+            that are written down before changes of HF's code, which take the most time. An operation may take an even
+            share of what is left.
     """
-    begin, failures, operations = time.perf_counter(), list[str](), _in_turns(comparison, hf)
-    mistakes, tried = list[KnownMistake](), list[str]()
+    deadline, failures, operations = time.perf_counter() + budget_s, list[str](), _in_turns(comparison, hf)
+    mistakes, cut, changed = dict[str, list[KnownMistake]](), set[str](), set[str]()
     with torch.no_grad(), ExitStack() as stack:
         explainer = Explainer(comparison, recording, expected, hf, stack)
-        for operation in operations:
-            if (time.perf_counter() - begin) * (1 + 1 / max(1, len(tried))) > budget_s:
+        for place, (of_code, operation) in enumerate(product((False, True), operations)):
+            begin = time.perf_counter()
+            if begin > deadline:
                 break
+            until = begin + (deadline - begin) / (len(operations) - place % len(operations))
+            tried = mistakes.setdefault(operation.tap, [])
+            num_known = len({mistake.mistake for mistake in tried}) if of_code else None
             with ExitStack() as part:
                 explainer.hold(operation, part)
                 sound = explainer.wrong_operation(comparison.sound[operation.tap], part)
                 if sound is not None:
-                    mistakes += _known(sound, failures)
-            tried.append(operation.tap)
-    order = {op.tap: at for at, op in enumerate(hf.graph)}
+                    tried += _known(sound, num_known, failures, until)
+            if time.perf_counter() > until:
+                cut.add(operation.tap)
+            elif of_code:
+                changed.add(operation.tap)
+    order = [op.tap for op in hf.graph if op.tap in mistakes]
     return DetectionPower(
-        mistakes=tuple(sorted(mistakes, key=lambda mistake: order[mistake.tap])),
-        tried=tuple(sorted(tried, key=order.__getitem__)),
-        not_tried=tuple(op.tap for op in operations if op.tap not in tried),
+        mistakes=tuple(mistake for tap in order for mistake in mistakes[tap]),
+        tried=tuple(order),
+        in_part=tuple(tap for tap in order if tap in cut or tap not in changed),
+        not_tried=tuple(op.tap for op in operations if op.tap not in mistakes),
         not_covered=_without_sound_rows(comparison, hf),
         bit_for_bit=_sites_of(hf, [tap for tap in comparison.errors if _is_bit_for_bit(comparison, hf, tap)]),
-        smallest_change=max((_largest_unseen(comparison.sound[tap]) for tap in tried), default=None),
+        smallest_change=max((_largest_unseen(comparison.sound[tap]) for tap in order), default=None),
         failures=tuple(failures),
     )
 
 
 def _in_turns(comparison: Comparison, hf: HFModel) -> list[Operation]:
-    """Return the operations of which sound rows were kept: the first of each kind, then the second of each."""
-    turns = dict[Kind, int]()
-    order = list[tuple[int, Operation]]()
+    """Return the operations of which sound rows were kept: the first of each kind, then the second of each.
+
+    States come last: each of their mistakes is a further run of the model.
+    """
+    turns = Counter[Kind]()
+    order = list[tuple[bool, int, Operation]]()
     for operation in (op for op in hf.graph if op.tap in comparison.sound):
-        turns[operation.kind] = turns.get(operation.kind, -1) + 1
-        order.append((turns[operation.kind], operation))
-    return [operation for _, operation in sorted(order, key=lambda item: item[0])]
+        turns[operation.kind] += 1
+        order.append((operation.kind is Kind.STATE, turns[operation.kind], operation))
+    return [operation for *_, operation in sorted(order, key=lambda item: item[:2])]
 
 
 def _without_sound_rows(comparison: Comparison, hf: HFModel) -> tuple[str, ...]:
-    """Return the sites of which no mistake was tried: states, and what was judged only through others."""
+    """Return the sites of which no mistake was tried: they were judged only through others."""
     covered = {op.site for op in hf.graph if op.tap in comparison.sound or _is_bit_for_bit(comparison, hf, op.tap)}
     return _sites_of(hf, [op.tap for op in hf.graph if op.site not in covered])
 
@@ -89,7 +103,9 @@ def _without_sound_rows(comparison: Comparison, hf: HFModel) -> tuple[str, ...]:
 def _is_bit_for_bit(comparison: Comparison, hf: HFModel, tap: str) -> bool:
     """Whether a tap is a cache, and any bit that differs from what was written is out of bounds."""
     errors = comparison.errors.get(tap)
-    return errors is not None and hf.graph[tap].kind is Kind.CACHE and not bool(errors.bound.any())
+    if errors is None or hf.graph[tap].kind is not Kind.CACHE:
+        return False
+    return len(errors.bound) > 0 and not bool(errors.bound.any())
 
 
 def _sites_of(hf: HFModel, taps: Sequence[str]) -> tuple[str, ...]:
@@ -101,15 +117,17 @@ def _largest_unseen(sound: Evidence) -> float:
     return 0.0 if sound.operation.kind is Kind.CHOICE else float(sound.bound.max()) * rounding_unit(sound.dtype)
 
 
-def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]:
-    """Yield every mistake that can be made in an operation, each once: of the ways that make it, the least seen.
+def _known(sound: WrongOperation, num_known: int | None, failures: list[str], until: float) -> Iterator[KnownMistake]:
+    """Yield mistakes that can be made in an operation, each once: of the ways that make it, the least seen.
 
     A way that changes no row is a mistake of its own: no piece of a split history ended before the last row.
     """
     ways = dict[tuple[str, bool], list[tuple[float, str]]]()
-    for hypothesis in mistakes_in(sound, failures):
+    for hypothesis in mistakes_in(sound, num_known, failures):
         share = _bound_share(sound, hypothesis)
         ways.setdefault((hypothesis.cause, share < _NO_EFFECT), []).append((share, hypothesis.detail))
+        if time.perf_counter() > until:
+            break
     for (cause, has_no_effect), made in ways.items():
         share, detail = made[0] if has_no_effect else min(made)
         is_seen, is_one_way = share > 1, has_no_effect and (cause, False) in ways
@@ -122,18 +140,23 @@ def _known(sound: WrongOperation, failures: list[str]) -> Iterator[KnownMistake]
         )
 
 
-def mistakes_in(sound: WrongOperation, failures: list[str]) -> Iterator[Hypothesis]:
-    """Yield what mistakes make of the rows of a sound operation; names of explanations that raise go to `failures`."""
-    same, causes = replace(sound, actual=sound.expected, sound=frozenset()), set[str]()  # so nothing is fitted
+def mistakes_in(sound: WrongOperation, num_known: int | None, failures: list[str]) -> Iterator[Hypothesis]:
+    """Yield what mistakes make of the rows of a sound operation.
+
+    Args:
+        sound: the operation.
+        num_known: None for the mistakes that are written down; for changes of HF's code, how many of those there are.
+        failures: gets the names of explanations that raise.
+    """
+    same = replace(sound, actual=sound.expected, sound=frozenset())  # so nothing is fitted
 
     def changes_of_hf(wrong: WrongOperation) -> Iterator[Hypothesis]:
-        yield from likely_mistakes(wrong, of_code=len(causes) < _ENOUGH)
+        yield from likely_mistakes(wrong, of_code=(num_known or 0) < _ENOUGH)
 
-    for explain in (*known_mistakes(sound.operation.kind), changes_of_hf):
+    for explain in known_mistakes(sound.operation.kind) if num_known is None else (changes_of_hf,):
         with guarded(explain.__name__, failures):
             for hypothesis in explain(same):
                 if _is_a_mistake(hypothesis) and hypothesis.output.shape == sound.expected.shape:
-                    causes.add(hypothesis.cause)
                     yield hypothesis
 
 

@@ -230,18 +230,23 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
 def power_sentence(power: DetectionPower) -> str:
     """Return how many known mistakes a pass would have shown, and what the others need."""
     total = f"{power.num_seen:,} of {count(len(power.mistakes), 'known mistake')}"
-    change = f", and any change of a row by {number(100 * power.smallest_change)} %" if power.smallest_change else ""
-    parts = [f"{total} in {count(len(power.tried), 'operation')} would have been seen{change}"]
-    for needs, mistakes in _by_need(power):
-        parts.append(f"{len(mistakes):,} need {needs} ({_examples(mistakes)})")
-    if power.bit_for_bit:
-        parts.append(f"{_names(power.bit_for_bit)} would have shown any other bit")
+    seen = f"{total} in {count(len(power.tried), 'operation')} would have been seen"
+    parts = [seen if power.tried else "no known mistake was tried"]
     if power.not_tried:
-        parts.append(f"for {count(len(power.not_tried), 'operation')} there was no time")
+        parts.append(f"there was no time for {count(len(power.not_tried), 'operation')} ({_names(power.not_tried)})")
+    if power.in_part:
+        parts.append(f"not all mistakes tried in {len(power.in_part):,} of the {len(power.tried):,}, for want of time")
     if power.not_covered:
-        parts.append(f"no mistake was tried in {_names(power.not_covered)}")
+        parts.append(f"none tried in {_names(power.not_covered)}")
     if power.failures:
         parts.append(f"{count(len(power.failures), 'explanation')} could not be tried")
+    if power.smallest_change:
+        change = number(100 * power.smallest_change)
+        parts.append(f"a change by {change} % of any row that was tried would have been seen")
+    if power.bit_for_bit:
+        parts.append(f"{_names(power.bit_for_bit)} would have shown any other bit")
+    for needs, mistakes in _by_need(power):
+        parts.append(f"{len(mistakes):,} need {needs} ({_examples(mistakes)})")
     return printable("; ".join(parts))
 
 

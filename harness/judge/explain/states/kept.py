@@ -46,6 +46,11 @@ def other_rows(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return
     known = _Ways(wrong, wrong.states)
     ways = list(known.all())
+    if not wrong.can_be_fitted:
+        for cause, rows in ways:
+            lines = [rows(read) for read in known.reads]
+            yield Hypothesis(cause=cause, output=_after(wrong, lines, range(len(lines))))
+        return
     outputs = _after(wrong, [rows(known.reads[0]) for _, rows in ways], [0] * len(ways))
     errors = row_errors(wrong.actual[:1].expand_as(outputs), outputs)
     for at in errors.argsort(stable=True)[:_KEPT].tolist():

@@ -92,7 +92,7 @@ def outputs(comparison, recording, golden, hf, tap):
         explainer = Explainer(comparison, recording, golden, hf, stack)
         explainer.hold(hf.graph[tap], stack)
         rows = explainer.wrong_operation(comparison.sound[tap], stack)
-        made = list(power.mistakes_in(rows, []))
+        made = [mistake for known in (None, 0) for mistake in power.mistakes_in(rows, known, [])]
         by_way = {f"{mistake.cause} ({mistake.detail})": mistake.output for mistake in made}
         return rows, {mistake.cause: mistake.output for mistake in made} | by_way
 
@@ -172,7 +172,7 @@ def test_where_no_mistake_is_tried_is_said(sound):
     without = {tap: rows for tap, rows in comparison.sound.items() if "mlp" not in tap}
     result = power.power_of(replace(comparison, sound=without), *rest)
     assert result.not_covered == ("mlp.gate_proj", "mlp.up_proj", "mlp.act", "mlp.down_proj")
-    assert "no mistake was tried in mlp.gate_proj" in power_sentence(result)
+    assert "; none tried in mlp.gate_proj" in power_sentence(result)
 
 
 def test_no_time_leaves_operations_out_and_says_so(sound):
@@ -180,13 +180,22 @@ def test_no_time_leaves_operations_out_and_says_so(sound):
     result = power.power_of(*inputs, budget_s=-1)
     assert result.mistakes == result.tried == ()
     assert len(result.not_tried) == len(inputs[0].sound) > 15
+    assert power_sentence(result).startswith("no known mistake was tried; there was no time for ")
 
 
-def test_an_operation_that_would_end_too_late_is_not_begun(sound, monkeypatch):
+def test_what_there_was_no_time_for_is_said_behind_the_count(sound, monkeypatch):
     _, inputs = sound()
     seconds = count()
     monkeypatch.setattr(power, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    assert len(power.power_of(*inputs, budget_s=5).tried) == 3  # a fourth would end after 5.3 s
+    result = power.power_of(*inputs, budget_s=9)
+    assert 0 < len(result.mistakes) < 9
+    assert len(result.tried) > 1
+    assert result.in_part == result.tried, "no code was changed"
+    counted, rest, in_part, *_ = power_sentence(result).split("; ")
+    assert counted.endswith(f"known mistakes in {len(result.tried)} operations would have been seen")
+    assert rest.startswith(f"there was no time for {len(result.not_tried)} operations (model.")
+    assert in_part == f"not all mistakes tried in {len(result.tried)} of the {len(result.tried)}, for want of time"
+    assert power.power_of(*inputs, budget_s=1e9).in_part == ()
 
 
 def test_a_mismatch_has_no_power(sound, tmp_path):

@@ -1,12 +1,16 @@
 """What a state that is read back is, instead of the one after its position; of sound engines nothing is said."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from harness.errors import Code
 from harness.extensions.faults.zoo.models import save
 from harness.extensions.faults.zoo.quiet import quiet
+from harness.judge.explain import power_of
 from harness.results.check import Outcome
+from tests.families import states
 from tests.families.states import FAULTS, SCHEDULES, Faulty, Subject, held
 
 LENGTHS, NUM_NEW = (13, 9), 5
@@ -80,6 +84,25 @@ def test_what_no_other_rows_give_is_found_and_not_named(subjects, name):
     first = subjects("falcon_h1").check(fault.schedule, fault.decoder()).first_divergence
     assert first.code is Code.STATE_DIFFERS
     assert not first.explanation.is_cause
+
+
+def test_what_a_sound_state_would_have_shown(subjects, monkeypatch):
+    kept = []
+
+    def powered(comparison, *rest):
+        sound = {tap: rows for tap, rows in comparison.sound.items() if tap.endswith("_state")}
+        kept.append(power_of(replace(comparison, sound=sound), *rest))
+        return comparison.result
+
+    monkeypatch.setattr(states, "explain_run", powered)
+    subjects("falcon_h1").check("plain")
+    (power,) = kept
+    assert len(power.tried) == 2
+    assert not power.failures
+    shown = {item.mistake for item in power.mistakes if item.tap.endswith("recurrent_state") and item.is_seen}
+    for cause in ("is zero: ", "is not updated in decode: ", "begins with what request 0 left"):
+        assert any(name.startswith(cause) for name in shown), cause
+    assert any(item.mistake.startswith("padding is in it") and not item.is_seen for item in power.mistakes), "none fits"
 
 
 class Wider(Faulty):
