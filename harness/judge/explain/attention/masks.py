@@ -75,6 +75,8 @@ def mask_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
         return
     if any(bool((view.visible() & ~view.is_computed).any()) for view in wrong.views):
         return  # of an image that is seen whole the rest was not there: that is another mistake
+    if wrong.views[0].sinks is not None:
+        return  # without them, these are the rows of a model whose sinks are left out
     yield of_probabilities(
         wrong, "the mask is applied after the softmax", lambda view: _computed(view).softmax(dim=-1) * view.visible()
     )

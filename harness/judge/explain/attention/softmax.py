@@ -326,6 +326,8 @@ def splits_merged_wrongly(wrong: WrongOperation) -> Iterator[Hypothesis]:
     Causes: split KV: natural log-sum-exp is merged in base 2; the pieces are not rescaled to a common maximum;
     averaged; summed; only the last counts.
     """
+    if wrong.views[0].sinks is not None:
+        return  # without them, the pieces are those of a model whose sinks are left out
     whole = max(len(view.key) for view in wrong.views)  # these split nothing: power says so
     sizes = [*_split_sizes(wrong), whole]
     splits = {f"pieces of {size} tokens": [_pieces(view, size) for view in wrong.views] for size in sizes}

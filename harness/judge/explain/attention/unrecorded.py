@@ -33,7 +33,6 @@ ROTATED_WRONGLY = (
     frequencies.partial_rotary,
     rotation.coarse_table,
     rotation.frequencies_of_other_pairs,
-    rotation.other_tables,
 )
 """Explanations of a rotation, which are tried on queries and keys together where neither was recorded."""
 

@@ -166,20 +166,6 @@ def _named(runs: list[list[int]]) -> str:
 
 
 @with_rotation
-def other_tables(wrong: WrongOperation, right: Rotation) -> Causes:
-    """Cosine and sine of the rotary table are exchanged; one of them is left out."""
-    heads = right.heads(wrong.inputs[0])
-    cos, sin = right.angles(wrong.positions)
-    nothing = torch.zeros_like(cos)
-    for cause, table in {
-        "cosine and sine of the rotary table are exchanged": (sin, cos),
-        "the rotary table's sine is left out: only the cosine is applied": (cos, nothing),
-        "the rotary table's cosine is left out: only the sine is applied": (nothing, sin),
-    }.items():
-        yield Hypothesis(cause=cause, output=right.turned(heads, *table))
-
-
-@with_rotation
 def other_pairs(wrong: WrongOperation, right: Rotation) -> Causes:
     """Neighbours 2i and 2i + 1 form a pair where HF pairs i with i + H/2, or the reverse.
 

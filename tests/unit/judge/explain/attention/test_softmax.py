@@ -271,6 +271,13 @@ def test_a_cap_is_fitted_to_the_four_rows_that_see_most(toy):
     assert FOREIGN_CAP.format(0.7) in by_cause(softmax.other_cap, toy.failure(actual, places))
 
 
+def test_sinks_that_are_left_out_are_no_other_mistake(toys):
+    """What leaves them out besides something else has their rows where the rest changes nothing."""
+    failure = failure_of(toys, "sunk")
+    assert set(by_cause(softmax.left_out, failure)) == {"the attention sinks are left out"}
+    assert by_cause(masks.mask_otherwise, failure) == by_cause(softmax.splits_merged_wrongly, failure) == {}
+
+
 def test_the_logits_of_sinks_are_said(toys):
     hypotheses = by_cause(
         softmax.other_sinks, failure_of(toys, "plain", **plus(lambda row: (SINKS[row.head] + 0.5).exp()))

@@ -165,9 +165,6 @@ TURNED = [  # what yields it, the cause, how the rows are turned
     (rotation.other_pairs, "rotary over neighbouring pairs (interleaved) instead of half-split ones",
      {"is_interleaved": True}),
     (rotation.backwards, "rotary turns backwards (sign of the sine)", {"sin": lambda angle: -math.sin(angle)}),
-    (rotation.other_tables, "cosine and sine of the rotary table are exchanged", {"cos": math.sin, "sin": math.cos}),
-    (rotation.other_tables, "the rotary table's sine is left out: only the cosine is applied", {"sin": lambda _: 0.0}),
-    (rotation.other_tables, "the rotary table's cosine is left out: only the sine is applied", {"cos": lambda _: 0.0}),
 ]  # fmt: skip
 IGNORED, SCALING = of_frequencies.scaling_ignored, of_frequencies.other_scaling
 SCALED = [  # what yields it, the cause, the model's parameters, those that are used, how the rows are turned besides
