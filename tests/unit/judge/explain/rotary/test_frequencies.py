@@ -272,7 +272,7 @@ def test_a_rotation_that_is_not_known_says_nothing():
     failure = of()
     modules = (of_frequencies.__name__, rotation.__name__)
     of_rotation = [explain for explain in causes_of(Kind.ROTARY) if explain.__module__ in modules]
-    assert len(of_rotation) == 12
+    assert len(of_rotation) == 11
     strange = type(failure)(**{**vars(failure), "expected": failure.expected + 1})
     for explain in (*of_rotation, of_positions.other_positions):
         assert set(by_cause(explain, strange)) <= {"rotary is not applied"}
