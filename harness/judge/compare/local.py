@@ -177,9 +177,9 @@ class LocalJudge(Judge):
             self._keep_sound(rows, errors)
 
     def _is_within_part(self, rows: TapRows) -> bool:
-        """Whether the unrecorded taps before the operation all stand in its part of the model."""
+        """Whether the unrecorded taps before the operation all stand in its part of the model, or outside of layers."""
         if rows.part is None:
-            return False
+            return all(self.graph[tap].layer is None for tap in rows.unrecorded)
         part = f"{rows.part.path}."
         return all(f"{self.graph[tap].module}.".startswith(part) for tap in rows.unrecorded)
 

@@ -148,6 +148,16 @@ def test_a_multiplier_of_the_whole_model_is_found_in_the_config(granite, tmp_pat
     assert explanation.cause == "embedding_multiplier (1.5) is left out: a constant gain of 0.666667"
 
 
+def test_a_factor_of_the_logits_is_found_where_the_head_was_not_recorded(granite, tmp_path, monkeypatch):
+    def inject(model):
+        model.config.logits_scaling = 1.0
+
+    first, explanation = granite.explained(tmp_path / "run", inject, ("lm_head",), monkeypatch)
+    assert first == "logits"
+    assert explanation.is_cause
+    assert explanation.cause == "logits_scaling (1.25) is left out: a constant gain of 1.25"
+
+
 def test_two_names_of_one_number_are_one_cause(mistral, tmp_path, monkeypatch):
     def inject(model):
         model.model.layers[0].self_attn.scaling = 1.0
