@@ -114,8 +114,6 @@ def unreached_triggers(recording: Recording, reached: Collection[str], traits: T
     can_be_met = dict.fromkeys(_OF_ANY_ENGINE, True) | {
         "new_block": any(step.block_tables for step in recording.steps),
         "block_boundary": any(step.block_tables for step in recording.steps),
-        "evicted": "prefix_hit" in reached,
-        "drafts_together": any(request.draft_of is not None for request in recording.manifest.requests),
         "window_exceeded": traits is not None and traits.window is not None,
         "rope_extended": traits is not None and traits.original_positions is not None,
     }
@@ -288,7 +286,7 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
 
 _OF_ANY_ENGINE = (
     "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "shared_prefix", "reordered",
-    "paused", "uneven_end", "prefix_hit", "partial_hit", "preempted",
+    "paused", "uneven_end", "prefix_hit", "partial_hit", "evicted", "preempted", "drafts_together",
 )  # fmt: skip
 _MESSAGES: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",

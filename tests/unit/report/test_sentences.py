@@ -90,3 +90,12 @@ def test_facts_end_with_the_timings():
 )  # fmt: skip
 def test_what_was_not_judged_is_said(coverage: Coverage, words: str) -> None:
     assert _not_judged(coverage) == words
+
+
+def test_what_a_full_cache_and_drafts_need_is_said_of_all_schedules_together():
+    """A schedule without them does not hide what the others did not reach."""
+    both = ("evicted", "drafts_together")
+    plain = replace(sound_run(), coverage=Coverage(not_reached=both))
+    for trigger, names in (("decode", None), ("prefix_hit", "evicted"), ("drafts_accepted", "drafts_together")):
+        run = replace(plain, coverage=Coverage(not_reached=both, triggers=(trigger,)))
+        assert dict(facts(check(plain, run))).get("not reached") == names

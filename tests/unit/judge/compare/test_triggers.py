@@ -65,6 +65,8 @@ def test_what_was_not_reached_is_what_this_model_and_engine_can_meet():
         "paused",
         "uneven_end",
         "partial_hit",
+        "evicted",
+        "drafts_together",
     }
     assert set(unreached_triggers(short, (), PLAIN)) == of_any_engine
     assert set(unreached_triggers(short, ("decode", "batch"), None)) == of_any_engine - {"decode", "batch"}
