@@ -16,7 +16,7 @@ KEYS = [
 ]  # fmt: skip
 RUN_KEYS = {
     "schedule", "verdict", "num_rows", "taps", "findings", "first_divergence", "tokens", "logits", "coverage",
-    "timings_s", "positions", "acceptance", "bits", "as_served",
+    "timings_s", "positions", "acceptance", "bits", "as_served", "propagated_from",
 }  # fmt: skip
 DIVERGENCE_KEYS = {
     "tap", "request", "position", "verdict", "code", "local_roundings", "bound_roundings", "propagated_ratio",
