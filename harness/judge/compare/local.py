@@ -19,7 +19,7 @@ from harness.base.numerics import Numerics
 from harness.base.progress import Progress
 from harness.base.threads import Workers, num_spare_threads
 from harness.formats.recording import Recording
-from harness.formats.taps import KINDS, Graph, Kind, Operation
+from harness.formats.taps import KINDS, Graph, Kind, Operation, layer_of
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RowSample, SampledRows, make_batches, spread
 from harness.judge.compare.conventions.entry import HALF
@@ -179,7 +179,7 @@ class LocalJudge(Judge):
     def _is_within_part(self, rows: TapRows) -> bool:
         """Whether the unrecorded taps before the operation all stand in its part of the model, or outside of layers."""
         if rows.part is None:
-            return all(self.graph[tap].layer is None for tap in rows.unrecorded)
+            return all(layer_of(tap) is None for tap in rows.unrecorded)
         part = f"{rows.part.path}."
         return all(f"{self.graph[tap].module}.".startswith(part) for tap in rows.unrecorded)
 

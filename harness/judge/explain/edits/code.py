@@ -21,6 +21,7 @@ from torch import nn
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import WrongOperation
 from harness.judge.explain.edits.change import ModelChange, ToldChange
+from harness.judge.explain.edits.limits import CHANGED
 from harness.judge.explain.edits.operators import FACTOR, NORMS, ROUND, Edit, applied, edits_of
 from harness.judge.explain.edits.words import term_of
 from harness.judge.explain.edits.written_out import WRITTEN_OUT
@@ -72,7 +73,7 @@ class SourceCode:
     def _compiled(self, edit: Edit) -> CodeType:
         with warnings.catch_warnings(), applied(edit):
             warnings.simplefilter("ignore", SyntaxWarning)  # of constants where a variable was
-            return compile(self.program, f"<{self.file}, changed>", "exec")
+            return compile(self.program, f"{CHANGED}{self.file}", "exec")
 
     def told(self, edit: Edit, factor: float) -> ToldChange:
         """Return a change in words, with the changed lines."""

@@ -23,8 +23,8 @@ _GROWING = {
     torch.tile,
 }  # fmt: skip
 """Functions whose result may be large though no tensor that they are given is."""
-_KNOWN_TO_END = ("torch", "harness.")
-"""Modules whose lines no change is in."""
+CHANGED = "<changed> "
+"""Begins the file names of changed code, whose lines alone are watched: what they call ends without a change."""
 
 
 class TooMuchError(BaseException):
@@ -35,7 +35,8 @@ class Meter(TorchFunctionMode):
     """Adds up what the functions of a program make, and ends the program beyond its limits.
 
     A function whose result may be too large is called on shapes alone first, once for the same shapes. The time is
-    looked at in every function of torch, and in every line of a program that has a limit: a loop may call none.
+    looked at in every function of torch, and in every line of changed code, which may have a loop that calls none.
+    Other lines go on: they may be those of a finalizer, which Python runs anywhere.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Meter(TorchFunctionMode):
             raise TooMuchError
 
     def _watch_lines(self, frame: FrameType, _event: str, _: Any) -> Any:
-        if frame.f_globals.get("__name__", "").startswith(_KNOWN_TO_END):
+        if not frame.f_code.co_filename.startswith(CHANGED):
             return None
         self._look_at_time()
         return self._watch_lines

@@ -144,11 +144,11 @@ def test_a_row_at_its_bound_is_within_it(judge):
 
 def test_the_unrecorded_taps_are_listed(judge):
     made = judge()
-    made.unrecorded_before = {SECOND.tap: ("between", FIRST.tap), FIRST.tap: None}
-    add(made, SECOND, [9.0], unrecorded=("between",))
+    made.unrecorded_before = {SECOND.tap: ("model.layers.0.between", FIRST.tap), FIRST.tap: None}
+    add(made, SECOND, [9.0], unrecorded=("model.layers.0.between",))
     add(made, FIRST, [0.1])
     judgement = made.judgement()
-    assert judgement.errors[SECOND.tap].unrecorded == ("between", FIRST.tap)
+    assert judgement.errors[SECOND.tap].unrecorded == ("model.layers.0.between", FIRST.tap)
     assert judgement.errors[FIRST.tap].unrecorded == ()
     assert judgement.evidence == {}, "in which of them the error is, is not known"
     assert not made.is_decided

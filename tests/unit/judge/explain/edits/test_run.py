@@ -2,6 +2,8 @@
 
 import linecache
 import sys
+import weakref
+from types import FunctionType
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers.models.granite.modeling_granite import GraniteDecoderLayer, Gr
 import harness
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.edits.code import code_of, lines_run
-from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
+from harness.judge.explain.edits.limits import CHANGED, Meter, TooMuchError, limited
 
 PROMPT = [5, 17, 99, 23, 64, 8, 41, 30, 77]
 
@@ -196,7 +198,14 @@ def endless_handled(_):
             continue
 
 
-@pytest.mark.parametrize("program", [of_all_pairs, kept_for_ever, endless_sums, endless_lines, endless_handled])
+def changed(function):
+    return FunctionType(function.__code__.replace(co_filename=f"{CHANGED}a.py"), globals())
+
+
+@pytest.mark.parametrize(
+    "program", [of_all_pairs, kept_for_ever, endless_sums, changed(endless_lines), changed(endless_handled)],
+    ids=lambda program: program.__name__,
+)  # fmt: skip
 def test_a_trial_that_takes_far_more_than_the_right_code_is_ended(program):
     x = torch.ones(1 << 16, 1)
     with Meter() as right:
@@ -205,6 +214,14 @@ def test_a_trial_that_takes_far_more_than_the_right_code_is_ended(program):
         x * x
     with pytest.raises(TooMuchError), limited(right):
         program(x)
+
+
+def test_a_finalizer_that_runs_in_a_trial_goes_on():
+    held, ended = GraniteRMSNorm(8), []
+    weakref.finalize(held, ended.append, True)
+    with Meter(max_seconds=-1.0):
+        del held
+    assert ended
 
 
 def test_a_change_by_which_a_loop_never_ends_is_ended():
