@@ -108,9 +108,9 @@ class SampledRows:
 
 def _borders(sequence: RowSequence) -> Iterator[int]:
     """Yield the first and the last position that each step computed."""
-    step = torch.where(sequence.is_own, sequence.step, -1)
+    step = torch.where(sequence.is_judged, sequence.step, -1)
     changes = step.diff(prepend=step.new_tensor([-2]), append=step.new_tensor([-2])) != 0
-    is_border = (changes[:-1] | changes[1:]) & sequence.is_own
+    is_border = (changes[:-1] | changes[1:]) & sequence.is_judged
     yield from is_border.nonzero()[:, 0].tolist()
 
 
@@ -288,8 +288,8 @@ def _rotary_lengths(recording: Recording) -> dict[int, int]:
 def _is_judged(recording: Recording, sequence: RowSequence, lengths: Mapping[int, int]) -> torch.Tensor:
     """[tokens] bool: the sequence's own rows, and cached rows of requests of another length: their keys may not fit."""
     if not lengths:
-        return sequence.is_own
-    is_judged, length = sequence.is_own.clone(), lengths[sequence.request.id]
+        return sequence.is_judged
+    is_judged, length = sequence.is_judged.clone(), lengths[sequence.request.id]
     for position in (sequence.step >= 0).nonzero()[:, 0].tolist():
         writer = int(recording.steps[int(sequence.step[position])].request[sequence.row[position]])
         is_judged[position] |= lengths[writer] != length

@@ -71,7 +71,7 @@ class ExactRows:
         Rows of one token may be equal in the first layer, and count once; so tokens are taken until enough differ.
         """
         length, least = max(map(len, group)), math.ceil(EXACT_ROWS / len(group))
-        judged = sorted({at for sequence in group for at in sequence.is_own.nonzero()[:, 0].tolist()})
+        judged = sorted({at for sequence in group for at in sequence.is_judged.nonzero()[:, 0].tolist()})
         if len(judged) <= least:
             return None if len(judged) == length else torch.tensor(judged, dtype=torch.int64)
         tokens = [sequence.token_ids for sequence in group]

@@ -71,7 +71,7 @@ class SeenRows:
             numbers.append(of_all[at])
             is_seen.append(seen[at])
             if not bool(is_seen[-1].all()):
-                unseen.append(replace(item, is_own=item.is_own & ~seen))
+                unseen.append(replace(item, is_seen=seen))
         return NumberedRows(
             rows=Rows.concat(rows), numbers=torch.cat(numbers), is_seen=torch.cat(is_seen), unseen=unseen
         )

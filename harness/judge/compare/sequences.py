@@ -35,7 +35,14 @@ class RowSequence:
     row: torch.Tensor
     """Row within that step."""
     is_own: torch.Tensor
-    """bool: computed by this request in this sequence, and to be judged in it."""
+    """bool: computed by this request in this sequence."""
+    is_seen: torch.Tensor | None = None
+    """bool: judged before; None for none."""
+
+    @property
+    def is_judged(self) -> torch.Tensor:
+        """bool: to be judged in this sequence."""
+        return self.is_own if self.is_seen is None else self.is_own & ~self.is_seen
 
     def __len__(self) -> int:
         return len(self.step)

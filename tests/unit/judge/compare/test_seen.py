@@ -73,6 +73,15 @@ def test_a_row_and_all_that_read_it_are_judged_again(bench, judge):
     assert computed - after - 1 <= second.result.coverage.rows_seen_before <= computed - after
 
 
+def test_a_seen_row_is_still_of_its_step_where_attention_reads_it(bench, judge):
+    changed_copy = changed(bench().recorded("plain"), 1 + 2**-22)
+    *_, (second, _) = judge(bench().recorded("plain"), changed_copy, known=SeenRows())
+    views = [view for evidence in second.sound.values() for view in evidence.views]
+    assert second.result.coverage.rows_seen_before
+    assert [int(view.rows.request[0]) for view in views] == [REQUEST]
+    assert all(bool((view.key_step >= 0).all()) for view in views)
+
+
 def test_no_sequence_runs_again_whose_rows_were_all_seen(bench, judge, monkeypatch):
     make, requests = local.make_batches, []
 
