@@ -10,6 +10,9 @@ Equal rows have equal sketches, bit for bit: the sums are taken in one order, wh
 Sums in float64 are stored in float32: each is off by a rounding to float32 at most, as an element of the engine's row
 is. So a distance of one rounding may seem to be two. The norm is stored to 48 bits, and the difference of
 two norms is the least distance: rows that differ in a single bit do not seem equal.
+
+A sum or a norm may be larger than float32 holds although no element is. Such a row is sketched times 2^-80, which is
+exact, and its norm is stored with a minus.
 """
 
 import hashlib
@@ -24,6 +27,8 @@ PROJECTIONS_A_ROW = 128
 _LEAST_WIDTH = 2 * PROJECTIONS_A_ROW
 """Widest row that is kept as it is: less than half of it would be saved."""
 _BLOCK_ELEMENTS = 1 << 20
+_SMALLER = 2.0**-80
+"""Factor of a row whose sketch is too large: then float32 holds the squares of a million elements."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -52,6 +57,17 @@ def sketch_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Of float64, the norm is the sum of the last two columns.
     """
     rows = rows.flatten(1)
+    sketch = _stored(rows, dtype)
+    is_large = ~torch.isfinite(sketch).all(dim=1)
+    if bool(is_large.any()):
+        smaller = _stored(rows[is_large].to(torch.float64) * _SMALLER, dtype)
+        smaller[:, PROJECTIONS_A_ROW:] *= -1
+        sketch[is_large] = smaller
+    return sketch
+
+
+def _stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sketches of rows [R, W] whose sums float32 holds."""
     step = max(1, _BLOCK_ELEMENTS // max(1, rows.shape[1]))
     sketch = torch.cat([_sketch_block(block.to(dtype)) for block in rows.split(step)])
     stored = sketch.to(torch.float32)
@@ -62,7 +78,9 @@ def sketch_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def parts_of(sketch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the projections and the norms in float64, [R, 128] and [R], of what `sketch_rows` returns."""
     values = sketch.to(torch.float64)
-    return values[:, :PROJECTIONS_A_ROW], values[:, PROJECTIONS_A_ROW:].sum(dim=1)
+    norm = values[:, PROJECTIONS_A_ROW:].sum(dim=1)
+    scale = torch.where(norm < 0, 1 / _SMALLER, 1.0).to(torch.float64)
+    return values[:, :PROJECTIONS_A_ROW] * scale[:, None], norm.abs() * scale
 
 
 def _sketch_block(values: torch.Tensor) -> torch.Tensor:

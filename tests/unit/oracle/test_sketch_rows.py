@@ -52,6 +52,19 @@ def test_a_distance_of_one_rounding_is_known_to_few_roundings():
     assert sketch_rows(expected, torch.float64).dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_distances_are_known_up_to_the_largest_numbers_of_float32(dtype):
+    expected, largest = rows().float(), 2.0**125
+    actual = expected.double() * (1 + 1e-3 * rows(1))
+    expected[: NUM_ROWS // 2] *= 1e-3
+    near = estimated_metrics(actual, sketch_rows(expected, dtype))
+    far = estimated_metrics((actual * largest).float(), sketch_rows(expected * largest, dtype))
+    assert bool((expected * largest).isfinite().all())
+    assert not bool((expected * largest).norm(dim=1).isfinite().all())
+    torch.testing.assert_close(far.error_norm / largest, near.error_norm, rtol=1e-3, atol=0)
+    torch.testing.assert_close(far.relative_l2, near.relative_l2, rtol=1e-3, atol=0)
+
+
 def test_equal_rows_have_equal_sketches_wherever_they_stand(monkeypatch):
     expected = rows()[:, :1000]
     stored = sketch_rows(expected, torch.float64)
