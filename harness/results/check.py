@@ -530,6 +530,7 @@ class CheckResult:
     num_requests: int
     runs: tuple[RunResult, ...]
     golden_s: float | None = None
+    """Seconds until the golden was there, after the model had been loaded."""
     notes: tuple[str, ...] = field(default=())
     """Remarks for the reader that are neither errors nor findings."""
     sources: Mapping[str, TapSource] = field(default_factory=dict)

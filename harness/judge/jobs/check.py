@@ -91,9 +91,9 @@ def _check_engine(
     deadline: float,
     begin: float,
 ) -> CheckResult:
-    golden_begin = time.perf_counter()
     report("oracle", 0, 1)
     hf = planned_model(plan)
+    golden_begin = time.perf_counter()
     with limit_threads(int(getattr(hf.config, "hidden_size", 0))), parts_kept(hf):
         cached = open_cached_golden(hf, plan.prompts, truth=plan.case.truth)
         graph = kept_graph(hf) if cached is None else cached.graph

@@ -10,6 +10,7 @@ import torch
 from harness.cli.main import run
 from harness.errors import Code, HarnessError
 from harness.formats.case import Case, RequestSpec
+from harness.judge.jobs import check
 from harness.judge.jobs.check import next_place, run_check
 from harness.oracle import graph
 from harness.oracle.requests import Prompt
@@ -119,3 +120,16 @@ def test_a_model_is_traced_once_for_all_prompts(checkpoints, tmp_path, monkeypat
         )  # fmt: skip
         assert run_check(plan).outcome is Outcome.PASS
     assert traced == [torch.float32, torch.bfloat16]
+
+
+def test_the_time_to_load_the_model_is_not_that_of_the_golden(checkpoints, tmp_path, monkeypatch):
+    clock, load = [0.0], check.planned_model
+    monkeypatch.setattr(check, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(check, "planned_model", lambda plan: (clock.append(clock.pop() + 100), load(plan))[1])
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    plan = plan_request(
+        model=str(checkpoints / "llama-tiny"), engine="hf", dtype="float32", device="cpu",
+        requests=[RequestSpec(token_ids=[5, 6, 7])], max_new_tokens=2, schedules=["plain"], local_files_only=True,
+    )  # fmt: skip
+    result = run_check(plan)
+    assert (result.golden_s, clock) == (0, [100])
