@@ -76,10 +76,23 @@ def _some_queries(
     """Yield queries, as many as memory is meant for, with all keys and values of their heads, and what they may see."""
     num_groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
-    visible, per_query = visible_keys(call), query.itemsize * query.shape[0] * query.shape[1] * max(1, key.shape[2])
-    step = max(1, _SCORE_BYTES // per_query)
+    visible, step = visible_keys(call), _queries_at_a_time(query, key)
     for at in range(0, query.shape[2], step):
         yield query[:, :, at : at + step], key, value, visible[:, :, at : at + step]
+
+
+def _queries_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
+    return max(1, _SCORE_BYTES // (query.itemsize * query.shape[0] * query.shape[1] * max(1, key.shape[2])))
+
+
+def in_pieces(call: AttentionCall) -> Iterator[AttentionCall]:
+    """Yield the call of some queries after the other, as many at a time as memory is meant for; of all if it is."""
+    num_queries, step = call.query.shape[2], _queries_at_a_time(call.query, call.key)
+    if num_queries <= step:
+        yield call
+        return
+    for positions in torch.arange(num_queries).split(step):
+        yield of_queries(call, positions)
 
 
 def of_queries(call: AttentionCall, positions: torch.Tensor) -> AttentionCall:

@@ -104,19 +104,20 @@ class LocalJudge(Judge):
         declared: Numerics | None = None,
         may_truncate: bool = False,
         stops_early: bool = False,
+        is_final: bool = True,
         workers: Workers[_Measured] | None = None,
     ) -> None:
         super().__init__(hf.graph, usable)
         self.unrecorded_before = unrecorded_before(hf.graph, usable)
         self._dtype = dtype
-        self._rows = RowJudge(hf, dtype, usable, declared or Numerics())
+        self._rows = RowJudge(hf, dtype, usable, declared or Numerics(), is_final=is_final)
         self._is_alone, self._may_truncate = is_alone, may_truncate
         self._workers = Workers[_Measured]() if workers is None else workers
         self._totals: dict[str, _TapTotals] = {}
         self._num_kept = Counter[str]()
         self._sound: dict[tuple[str, int | None], Evidence] = {}
         self._not_chosen: dict[str, set[int]] = {}
-        self._stops_early, self._has_bad = stops_early, False
+        self._stops_early, self._has_bad, self._is_final = stops_early or not is_final, False, is_final
 
     def add(self, rows: TapRows) -> None:
         """See `Judge.add`."""
@@ -157,7 +158,7 @@ class LocalJudge(Judge):
         before = None if self._is_alone else copy.deepcopy(totals.effects)
         self._add_effects(rows, totals, errors)
         has_direction = not rows.unrecorded and totals.direction([*totals.errors, errors]) is not None
-        if has_direction and errors.convention is None:
+        if has_direction and errors.convention is None and (self._is_final or not errors.num_bad):
             totals.effects, errors = self._without_direction(rows, totals.effects, before, errors)
             has_direction = errors.convention is None
         wrong = errors.bad
@@ -329,8 +330,9 @@ def local_errors(
     """Run the model over all that the engine computed, every recorded value put back, and judge each operation.
 
     The control runs only where it can decide: it enlarges bounds, and excuses directions that its own rounding has. So
-    what passes without it passes with it; else all is judged again beside it. Where a model with states is out of its
-    control's bounds, a control that sums its decays in another order (`ScanInAnyChunks`) decides too.
+    what passes without it passes with it; else the replay ends at the first wrong operation, and all is judged again
+    beside the control. Where a model with states is out of its control's bounds, a control that sums its decays in
+    another order (`ScanInAnyChunks`) decides too.
 
     Args:
         recording: the engine's, its taps named as in the graph.
@@ -413,6 +415,7 @@ def _replayed(
             declared=declared,
             may_truncate=recording.manifest.device.startswith("cuda"),
             stops_early=stops_early,
+            is_final=has_control,
             workers=workers,
         )
         with suppress(DecidedError):

@@ -149,7 +149,9 @@ class LocalErrors:
 class RowJudge:
     """Judges rows of the operations of one engine."""
 
-    def __init__(self, hf: HFModel, dtype: torch.dtype, usable: set[str], declared: Numerics) -> None:
+    def __init__(
+        self, hf: HFModel, dtype: torch.dtype, usable: set[str], declared: Numerics, *, is_final: bool = True
+    ) -> None:
         """Prepare to judge.
 
         Args:
@@ -157,8 +159,9 @@ class RowJudge:
             dtype: dtype of the engine and of the control.
             usable: recorded taps whose shape and dtype match.
             declared: arithmetic that the engine declares.
+            is_final: whether wrong rows are not judged again; else they are judged under no convention.
         """
-        self._hf, self._dtype, self._usable, self._declared = hf, dtype, usable, declared
+        self._hf, self._dtype, self._usable, self._declared, self._is_final = hf, dtype, usable, declared, is_final
         self._column_norms: dict[str, torch.Tensor] = {}
         self.failures: dict[str, list[str]] = {}
         """By tap: conventions that raised an error, and where."""
@@ -198,7 +201,7 @@ class RowJudge:
             control=control,
             is_bounded_by_control=by_control,
         )
-        if self._is_through_values(rows) or not bool(errors.bad.any()):
+        if not self._is_final or self._is_through_values(rows) or not bool(errors.bad.any()):
             return errors
         best = self.under_best_convention(rows, errors)
         return errors if best is None or best.num_bad >= errors.num_bad else best

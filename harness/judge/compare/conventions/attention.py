@@ -17,7 +17,8 @@ from harness.base.metrics import rounding_unit
 from harness.formats.taps import KINDS, ErrorModel, Kind, prefix_of
 from harness.judge.compare.cache_format import FORMATS, CacheFormat, Stored, quantised, rounded_sums
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
-from harness.oracle.attention import attention_sensitivity, probabilities, scaling, visible_keys
+from harness.oracle.attention import attention_sensitivity, in_pieces, probabilities, scaling, visible_keys
+from harness.oracle.paired import are_queries_apart
 from harness.oracle.watch import AttentionCall, run_attention
 
 EAGER = "scores rounded to the engine's dtype"
@@ -71,13 +72,18 @@ def _run_eager(
     dtype = subject.dtype
     if scale_dtype is not None:
         call = _scaled_first(call, dtype, scale_dtype)
-    visible = visible_keys(call)
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    mask = mask.masked_fill(~visible, torch.finfo(dtype).min)
-    low = replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype), mask=mask)
-    context = run_attention(low, function)[0]
-    result: torch.Tensor = context.flatten(2).flatten(0, 1)[subject.rows].to(torch.float64)
-    return result
+    query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
+    low = replace(call, query=query, key=key, value=value, mask=visible_keys(call))
+    pieces = in_pieces(low) if are_queries_apart(low, function) else [low]
+    context = torch.cat([run_attention(_with_added_mask(piece), function)[0] for piece in pieces], dim=1)
+    return context.flatten(2).flatten(0, 1)[subject.rows].to(torch.float64)
+
+
+def _with_added_mask(call: AttentionCall) -> AttentionCall:
+    """Return the call with numbers to add to the scores in the place of a mask of booleans."""
+    assert call.mask is not None
+    mask = torch.zeros(call.mask.shape, dtype=call.query.dtype, device=call.mask.device)
+    return replace(call, mask=mask.masked_fill_(~call.mask, torch.finfo(mask.dtype).min))
 
 
 def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:

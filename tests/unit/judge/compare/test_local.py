@@ -44,7 +44,7 @@ def floats(values):
 class Rows:
     """In the place of `RowJudge`: gives back the errors that each test has prepared, in order."""
 
-    def __init__(self, hf, dtype, usable, declared):
+    def __init__(self, hf, dtype, usable, declared, *, is_final):
         self.made_for = hf, dtype, usable, declared
         self.asked, self.prepared, self.convention, self.failures = [], [], None, {}
 

@@ -110,6 +110,16 @@ def test_a_check_that_stops_early_finds_the_same_first_divergence(one, actual, t
     assert {item.verdict for item in early.taps} <= {*SOUND, Verdict.BUG}
 
 
+def test_what_is_wrong_ends_the_replay_that_has_no_control(one, actual, tmp_path):
+    actual.at("model.layers.1.self_attn.q_proj", 1, 5).mul_(2)
+    done = []
+    result = one.compare(actual.write(tmp_path / "r"), progress=lambda _label, num_done, _num: done.append(num_done))
+    num_alone = done.index(1, 1)
+    assert done == [*range(1, num_alone + 1), *range(1, len(one.hf.parts) + 1)]
+    assert num_alone < sum(not path.startswith(("model.layers.1", "model.layers.2")) for path in one.hf.parts)
+    assert {item.name for item in result.taps if item.judged_by == "local"} >= {"model.layers.2.mlp.down_proj"}
+
+
 def test_a_check_that_stops_early_judges_all_of_a_sound_run(one, tmp_path):
     result = one.compare(one.recorded().write(tmp_path / "r"), stops_early=True)
     assert len(result.taps) == len(one.hf.graph)

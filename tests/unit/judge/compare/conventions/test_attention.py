@@ -215,6 +215,22 @@ def test_the_eager_code_is_given_everything_in_the_dtype(dtype):
     assert torch.equal(arguments["mask"], mask)
 
 
+def test_the_eager_code_is_given_as_many_queries_as_memory_is_meant_for(monkeypatch):
+    num_queries = []
+
+    def eager(module, query, key, value, mask, **options):
+        num_queries.append(query.shape[2])
+        key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
+        return ((query @ key.transpose(2, 3) + mask).softmax(dim=-1) @ value).transpose(1, 2), None
+
+    hf = SimpleNamespace(eager_attention=lambda _module: eager)
+    (convention,) = EAGER_CODE(subject_of(call_of(), hf=hf))
+    whole = convention.expected()
+    monkeypatch.setattr(attention, "_SCORE_BYTES", 2 * 4 * BATCH * HEADS * KEYS)
+    torch.testing.assert_close(convention.expected(), whole, rtol=1e-6, atol=1e-7)
+    assert num_queries == [QUERIES, 2, 1]
+
+
 @pytest.mark.parametrize(("name", "scale_dtype"), [(SCALED_FIRST, torch.float64), (SCALED_FIRST_BY_ROUNDED, None)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_may_be_scaled_before_the_product(dtype, name, scale_dtype):
