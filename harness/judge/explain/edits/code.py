@@ -21,7 +21,6 @@ from torch import nn
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import WrongOperation
 from harness.judge.explain.edits.change import ModelChange, ToldChange
-from harness.judge.explain.edits.limits import CHANGED
 from harness.judge.explain.edits.operators import FACTOR, NORMS, ROUND, Edit, applied, edits_of
 from harness.judge.explain.edits.words import term_of
 from harness.judge.explain.edits.written_out import WRITTEN_OUT
@@ -71,9 +70,9 @@ class SourceCode:
         return next((kind for kind in kinds if self.name in vars(kind)), kinds[0])
 
     def _compiled(self, edit: Edit) -> CodeType:
-        with warnings.catch_warnings(), applied(edit):
+        with warnings.catch_warnings(), applied(edit), _turns_counted(self.program):
             warnings.simplefilter("ignore", SyntaxWarning)  # of constants where a variable was
-            return compile(self.program, f"{CHANGED}{self.file}", "exec")
+            return compile(self.program, f"<{self.file}, changed>", "exec")
 
     def told(self, edit: Edit, factor: float) -> ToldChange:
         """Return a change in words, with the changed lines."""
@@ -120,6 +119,19 @@ class SourceCode:
             return []
         alternatives = _alternatives(self.holder) if isinstance(self.holder, nn.Module) else ()
         return _edits(self.function, tuple(alternatives), ran)
+
+
+@contextmanager
+def _turns_counted(program: ast.Module) -> Iterator[None]:
+    """Let each turn of a loop begin with a function of torch: `Meter` ends a loop that a change keeps from ending."""
+    loops = [node for node in ast.walk(program) if isinstance(node, ast.For | ast.While)]
+    for loop in loops:
+        loop.body[:0] = ast.parse("torch.empty(0)").body
+    try:
+        yield
+    finally:
+        for loop in loops:
+            del loop.body[0]
 
 
 @contextmanager

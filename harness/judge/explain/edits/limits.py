@@ -1,10 +1,8 @@
 """Limits of a trial: a changed program may compute far more than the right one, or without an end."""
 
-import sys
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,8 +21,6 @@ _GROWING = {
     torch.tile,
 }  # fmt: skip
 """Functions whose result may be large though no tensor that they are given is."""
-CHANGED = "<changed> "
-"""Begins the file names of changed code, whose lines alone are watched: what they call ends without a change."""
 
 
 class TooMuchError(BaseException):
@@ -35,8 +31,7 @@ class Meter(TorchFunctionMode):
     """Adds up what the functions of a program make, and ends the program beyond its limits.
 
     A function whose result may be too large is called on shapes alone first, once for the same shapes. The time is
-    looked at in every function of torch, and in every line of changed code, which may have a loop that calls none.
-    Other lines go on: they may be those of a finalizer, which Python runs anywhere.
+    looked at in every function of torch.
     """
 
     def __init__(
@@ -48,21 +43,15 @@ class Meter(TorchFunctionMode):
         """Functions with the shapes of tensors of which they make little."""
         self._max_bytes, self._begin, self._max_seconds = max_bytes, time.thread_time(), max_seconds
 
-    def __enter__(self) -> Self:
-        self._tracer = sys.gettrace()
-        if self._max_seconds < float("inf"):
-            sys.settrace(self._watch_lines)
-        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
-
     def __exit__(self, *error: Any) -> None:
-        sys.settrace(self._tracer)
         self.taken = time.thread_time() - self._begin
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._look_at_time()
+        if time.thread_time() - self._begin > self._max_seconds:
+            raise TooMuchError
         if func is scaled_dot_product_attention and any(item.numel() == 0 for item in args[:3]):
             raise ValueError("without any key head, torch divides by zero and ends the process")
         if self._may_be_large(func, args):
@@ -74,16 +63,6 @@ class Meter(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         self._count(result)
         return result
-
-    def _look_at_time(self) -> None:
-        if time.thread_time() - self._begin > self._max_seconds:
-            raise TooMuchError
-
-    def _watch_lines(self, frame: FrameType, _event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(CHANGED):
-            return None
-        self._look_at_time()
-        return self._watch_lines
 
     def _may_be_large(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         if func in _GROWING:
