@@ -269,7 +269,7 @@ def other_theta(model):
     ("plant", "first", "cause", "tap"),
     [
         (gate_for_up, "1.mlp.down_proj", "gate and up are swapped", "1.mlp.act"),
-        (other_scale, "1.self_attn.o_proj", "`self.scaling` is multiplied by 1.25", "1.attention"),
+        (other_scale, "1.self_attn.o_proj", "the softmax scale is 0.220971 instead of 0.176777", "1.attention"),
         (other_theta, "0.self_attn.o_proj", "wrong rope theta", "0.q_rope"),
     ],
 )

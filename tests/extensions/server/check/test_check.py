@@ -236,7 +236,7 @@ def test_what_was_not_asked_is_said_with_its_sizes(server, folder):
     assert "prompts of more than 19 tokens, more than 5 new tokens, more than " in note
     assert "streams without log probabilities, answers to an end of text, chats, " in note
     assert 2 <= int(note.partition(" requests at once")[0].split()[-1]) <= 8
-    fields = note.partition("other fields than ")[2].split(", ")
+    fields = note.partition("fields besides ")[2].split(", ")
     assert {"max_tokens", "prompt", "stop"} <= set(fields)
     assert not {"user", "stream_options", "suffix"} & set(fields)
 
