@@ -51,6 +51,8 @@ _LENGTH = struct.Struct("<I")
 _GO = b"\n"
 """What a command sends when it knows the number of its process; one that no longer waits runs in a child of its own."""
 _WAIT_S = 60.0
+_TICK_NS = 20_000_000
+"""The time of a file is that of the kernel's last tick, up to 10 ms before it was written."""
 _FDS = 5
 
 
@@ -171,7 +173,7 @@ def _inherited() -> str:
 
 def main() -> None:
     """Import, then fork a process for each connection, until nothing came for `HARNESS_RESIDENT` minutes."""
-    begun_ns, path = time.time_ns(), _socket_path()
+    begun_ns, path = time.time_ns() - _TICK_NS, _socket_path()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a supervisor blocks some
     with path.with_suffix(".lock").open("w") as lock, suppress(BlockingIOError):
         flock(lock, LOCK_EX | LOCK_NB)

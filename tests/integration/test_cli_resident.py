@@ -63,9 +63,15 @@ def ran(*arguments: str, **options) -> "subprocess.CompletedProcess[str]":
 def processes(place: Path) -> list[Path]:
     """Wait until a process listens, and return the sockets."""
     deadline = time.monotonic() + 60
-    while not (sockets := list((place / "tmp").glob("*/*.socket"))) and time.monotonic() < deadline:
+    while not (sockets := [*filter(listens, (place / "tmp").glob("*/*.socket"))]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return sockets
+
+
+def listens(path: Path) -> bool:
+    """Whether there is a process behind a socket: one that was killed leaves it."""
+    with socket.socket(socket.AF_UNIX) as connection, resident._short(path) as address:
+        return connection.connect_ex(address) == 0
 
 
 def session_of(process: "subprocess.Popen[str]", ready: Path) -> tuple[int, int]:
