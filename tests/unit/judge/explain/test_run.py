@@ -249,10 +249,10 @@ def test_several_independent_mistakes_are_each_explained(bench):
     recording = bench.planted({first: wrong, second: another})
     explained = explain_run(bench.compare(recording), recording, bench.golden, bench.hf)
     causes = {finding.tap: finding.explanation.cause for finding in explained.findings if finding.explanation}
-    assert causes[first] == "the activation is GELU"
+    assert causes[first].startswith("the activation is GELU")
     assert causes[second] == "the weights are those of model.layers.1.self_attn.v_proj"
     assert explained.first_divergence.tap == first
-    assert explained.first_divergence.explanation.cause == "the activation is GELU"
+    assert explained.first_divergence.explanation.cause == causes[first]
 
 
 def test_a_sound_run_is_returned_as_it_is(bench):
