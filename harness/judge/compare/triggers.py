@@ -97,15 +97,15 @@ def reached_triggers(recording: Recording, traits: Traits | None = None) -> tupl
         recording: the engine's.
         traits: of the model; without them, what depends on the model counts as not reached.
     """
-    requests = recording.manifest.requests
+    requests, ends = recording.manifest.requests, _last_positions(recording)
     seen = _Seen(
         {request.id: request.prompt_length for request in requests},
-        _last_positions(recording),
+        ends,
         Prefixes(requests),
         drafts={request.id: request.draft_of for request in requests if request.draft_of is not None},
     )
     reached = {name for step in recording.steps for name in _of_step(step, seen)}
-    reached |= set() if traits is None else _of_model(recording, traits)
+    reached |= set() if traits is None else _of_model(traits, max(ends.values(), default=-1))
     return tuple(name for name in _MESSAGES if name in reached)
 
 
@@ -125,8 +125,8 @@ def unreached_triggers(recording: Recording, reached: Collection[str], traits: T
     )
 
 
-def _of_model(recording: Recording, traits: Traits) -> set[str]:
-    last = max(_last_positions(recording).values(), default=-1)
+def _of_model(traits: Traits, last: int) -> set[str]:
+    """Return the conditions on the model that hold where `last` is the last position that is computed."""
     conditions = {
         "gqa": traits.num_groups > 1,
         "window_exceeded": traits.window is not None and last >= traits.window,

@@ -44,11 +44,8 @@ def mask_misaligned(wrong: WrongOperation) -> Iterator[Hypothesis]:
     def own_step(view: AttentionContext) -> torch.Tensor:
         return view.visible() & (view.key_step == view.rows.step[:, None])
 
-    def top_left(view: AttentionContext) -> torch.Tensor:
-        return torch.arange(len(view.key)) <= _row_of_step(view)
-
     masks: dict[str, Callable[[AttentionContext], torch.Tensor]] = {
-        "causal mask aligned top-left instead of bottom-right": top_left,
+        "causal mask aligned top-left instead of bottom-right": lambda view: _distance_of_top_left(view) >= 0,
         "a row sees only the tokens of its own step: the cache is not read": own_step,
         "a row does not see the last token of the step before": lambda view: (
             view.visible() & (torch.arange(len(view.key)) != view.first_of_step[:, None] - 1)
@@ -60,9 +57,9 @@ def mask_misaligned(wrong: WrongOperation) -> Iterator[Hypothesis]:
     yield from _masked(wrong, masks)
 
 
-def _row_of_step(view: AttentionContext) -> torch.Tensor:
-    """[T, 1] int64: the number of each query's row among those of its request in the step."""
-    return (view.rows.position - view.first_of_step)[:, None]
+def _distance_of_top_left(view: AttentionContext) -> torch.Tensor:
+    """[T, S] int64: distances where a mask takes the first row of a step for position 0."""
+    return view.distance - view.first_of_step[:, None]
 
 
 def mask_otherwise(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -132,10 +129,10 @@ def wrong_window(wrong: WrongOperation) -> Iterator[Hypothesis]:
             (view.distance >= 0) & (torch.arange(len(view.key)) > view.first_of_step[:, None] - window)
         )
         masks["the sliding window is aligned top-left instead of bottom-right"] = lambda view: (
-            (view.distance >= 0) & (_row_of_step(view) - torch.arange(len(view.key)) < window)
+            (view.distance >= 0) & (_distance_of_top_left(view) < window)
         )
         masks["the band of the sliding window is aligned top-left instead of bottom-right"] = lambda view: (
-            (view.distance >= 0) & ((_row_of_step(view) - torch.arange(len(view.key))).abs() < window)
+            (view.distance >= 0) & (_distance_of_top_left(view).abs() < window)
         )
         masks["the sliding window is ignored"] = lambda view: view.distance >= 0
         yield from _masked(wrong, masks)
