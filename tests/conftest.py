@@ -1,5 +1,6 @@
 """What every test shares: one torch thread, and a golden cache that is not the user's."""
 
+import gc
 import os
 import random
 from collections import defaultdict
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from packaging.version import Version
 
+from harness.base.memory import collect_rarely
+
 from .costs import mean_costs, too_expensive
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: a second thread costs more than it brings
@@ -18,6 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("no time limits", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no time limits")  # a machine under load is no finding
+
+collect_rarely()  # a tenth of the suite's time
 
 CASES = Path(__file__).parent.parent / "cases"
 STORIES = Path(__file__).parent.parent.parent / "shared" / "models" / "stories260k"
@@ -79,6 +84,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for of_file in files.values():
         for case in too_expensive(list(of_file), mean_costs()):
             of_file[case].add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported by now out of collections of garbage that tests ask for."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,6 +5,7 @@ engine there can end the process in ways that Python cannot catch: `os._exit(0)`
 command says its exit status to its parent when its result is written, and the parent believes nothing else.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NoReturn, Protocol
 
+from harness.base.memory import collect_rarely
 from harness.engines.process import how_it_ended
 from harness.engines.worker import die_with_the_parent
 from harness.errors import Code, HarnessError
@@ -95,8 +97,10 @@ def run_supervised(command: Callable[[], int], giving: int, lifeline: int, *, ma
     """
     die_with_the_parent(lifeline, owner=os.getpid())
     signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, *FORWARDED})
+    collect_rarely()
     status = command()
     os.write(giving, f"{os.getpid()} {int(status)}\n".encode())
+    gc.freeze()  # or the interpreter would search all objects once more at its end
     sys.exit(status)
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import weakref
 
 import pytest
 
@@ -47,3 +48,26 @@ def test_the_collector_is_as_before_after_an_exception(was_enabled):
         assert gc.isenabled() == was_enabled
     finally:
         gc.enable()
+
+
+def test_young_cycles_are_collected_while_all_objects_are_searched_rarely():
+    class Node:
+        pass
+
+    def make_cycle():
+        node = Node()
+        node.itself = node
+        return weakref.ref(node)
+
+    threshold, kept = gc.get_threshold(), []
+    gc.collect()
+    try:
+        memory.collect_rarely()
+        num_full = gc.get_stats()[2]["collections"]
+        cycles = [make_cycle() for _ in range(1000)]
+        kept = [[] for _ in range(200_000)]  # with Python's thresholds, some full collections
+        assert gc.get_stats()[2]["collections"] == num_full
+        assert not any(cycle() for cycle in cycles)
+    finally:
+        gc.set_threshold(*threshold)
+        del kept
