@@ -223,9 +223,15 @@ def coarse_statistic(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothes
         if not bool(squares.isfinite().all()):
             continue  # an overflow, which has a name of its own
         for variance in (squares.mean(dim=-1, keepdim=True), x.square().mean(dim=-1, keepdim=True).to(dtype)):
-            for scale in ((variance + eps).rsqrt(), (variance.to(torch.float64) + eps).rsqrt()):
-                output = (x * scale.to(torch.float64) * weight).flatten(1)
-                yield Hypothesis(cause=f"the norm's variance is computed in {name}", output=output)
+            fine, low = variance.to(torch.float64) + eps, (variance + eps).to(torch.float64)
+            once, twice = rounded(low.rsqrt(), dtype), rounded(1 / rounded(low.sqrt(), dtype), dtype)
+            outputs = [x * scale * weight for scale in (fine.rsqrt(), once, twice)]
+            # On a CPU, torch rounds the root of a tensor's last elements, and not that of the others.
+            left = [(norm.actual - output).norm(dim=-1, keepdim=True) for output in outputs]
+            outputs.append(torch.where(left[1] <= left[2], outputs[1], outputs[2]))
+            for num_fitted, output in zip((0, 0, 0, 1), outputs, strict=True):
+                cause = f"the norm's variance is computed in {name}"
+                yield Hypothesis(cause=cause, output=output.flatten(1), num_fitted=num_fitted)
         low = rounded(x, dtype)
         normed = rounded(low * (low.square().mean(dim=-1, keepdim=True) + eps).rsqrt(), dtype)
         yield Hypothesis(cause=f"the norm is computed in {name}", output=(normed * weight).flatten(1))

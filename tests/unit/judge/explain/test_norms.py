@@ -102,6 +102,14 @@ def statistic(change):
     return of(mean=lambda wrong: lambda squares: change(squares.mean(-1, keepdim=True)))
 
 
+def rooted_in_turns(mean):
+    """Return the scale in bfloat16, of every second row by a root that is rounded as well."""
+    low = coarse(torch.bfloat16)
+    root = (low(low(mean) + EPS)).sqrt()
+    is_odd = torch.arange(len(mean)).view(-1, *[1] * (mean.dim() - 1)) % 2 == 1
+    return low(1 / torch.where(is_odd, low(root), root))
+
+
 WEIGHTS = {
     "one weight of the norm is another: [5]": of(weight=put(5, 2.5)),
     "3 weights of the norm are others": of(weight=put([0, 3, 6], -2.0)),
@@ -130,6 +138,7 @@ MISTAKES = WEIGHTS | {
     ),
     "the norm's variance is computed in bfloat16": statistic(coarse(torch.bfloat16)),
     "the norm's variance is computed in float16": statistic(coarse(torch.float16)),
+    "variance is computed in bfloat16": of(scale=lambda wrong: rooted_in_turns),
     "the norm is computed in bfloat16": of(low=coarse(torch.bfloat16)),
     "the norm is computed in float16": of(low=coarse(torch.float16)),
 }
