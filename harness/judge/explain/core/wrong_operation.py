@@ -138,6 +138,12 @@ class WrongOperation(Evidence):
         """[R] int64: the tokens that the rows were to be computed from."""
         return token_ids(self.recording, self.rows, self.operation.tokens_ahead)
 
+    @property
+    def are_single(self) -> bool:
+        """Whether each wrong row is its request's only one in its step, as in decode."""
+        steps = self.recording.steps
+        return all(int((steps[step].request == request).sum()) == 1 for request, _, step in self.rows.identities())
+
     @cached_property
     def num_elements(self) -> float:
         """Elements of a row that carry the error: as many as would carry it evenly (its participation ratio)."""

@@ -129,8 +129,9 @@ def edits_of(
                     continue
             else:
                 new = ast.fix_missing_locations(ast.copy_location(ast.Pass() if new is None else new, node))
-            line = getattr(moved, "lineno", 1)
-            edits.append(Edit(*slot, line, rank, _shown(moved), words, new, words == _TIMES or FACTOR in words))
+            line, shown = getattr(moved, "lineno", 1), parent if isinstance(node, ast.Constant) else moved
+            shown = shown if isinstance(shown, ast.keyword) else moved  # of a constant, the name says what it is
+            edits.append(Edit(*slot, line, rank, _shown(shown), words, new, words == _TIMES or FACTOR in words))
     return sorted(edits, key=lambda edit: edit.rank)
 
 

@@ -9,7 +9,7 @@ as they were recorded, the whole part is run.
 `P` places of the batch, `R` rows, `F` few of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,12 +21,13 @@ from harness.base.metrics import rounding_unit
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.judge.compare.evidence import PartInputs
 from harness.judge.explain.core.fit import fit_factor_near_one
-from harness.judge.explain.core.rerun import Rerun, attributes_kept, is_same
+from harness.judge.explain.core.rerun import Budget, Rerun, attributes_kept, is_same
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.edits.change import ModelChange
 from harness.judge.explain.edits.code import LinesRun, changes_of_code, lines_run, modules_around
 from harness.judge.explain.edits.held import changes_of_parameters
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
+from harness.judge.explain.states.decode import Decode, decode_of
 from harness.oracle.paired import PartCall
 from harness.oracle.watch import token_dim
 
@@ -45,17 +46,24 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
     Causes: in *module* (*file:line*), `*expression*` is left out, is applied twice, is `*expression*`, takes the other
     branch, comes after `*statement*`, is multiplied by *value*, is rounded to *dtype*; *parameter* is zero, all one,
-    transposed, in another order, rounded, scaled, or that of *module*; *module* gives its input.
+    transposed, in another order, rounded, scaled, or that of *module*; *module* gives its input. In decode alone: one
+    of the changes of code, where a state goes on from a prompt that is right.
     """
     budget = wrong.edit_budget
     if budget is None or budget.left <= 0:
         return
     with budget.spent():
-        trials = _Trials.of(wrong)
-        if trials is None:
+        all_trials = [trials for trials in (_Trials.in_decode(wrong), _Trials.of(wrong)) if trials is not None]
+    for trials in all_trials:
+        if (yield from _tried(trials, budget)):
             return
-        seen, changes, first = set[int](), in_turns(wrong, trials.lines), None
-        fitted = list[torch.Tensor]()
+
+
+def _tried(trials: "_Trials", budget: Budget) -> Generator[Hypothesis, None, bool]:
+    """Yield the changes under which most rows come out as recorded; return whether nearly all do under one."""
+    wrong, first, fitted = trials.wrong, None, list[torch.Tensor]()
+    with budget.spent():
+        seen, changes = set[int](), in_turns(wrong, trials.lines, of_code_alone=bool(trials.where))
     for number, (likelihood, change) in enumerate(changes):
         if first is not None and likelihood > first:
             break  # what is less likely and fits as well would say less
@@ -63,7 +71,7 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
             budget.notes[wrong.operation.tap] = (
                 f"{number:,} of {len(changes):,} edits of HF's code were tried in the time for them (--explain-seconds)"
             )
-            return
+            break
         with budget.spent():
             hypothesis = trials.hypothesis(change)
             if hypothesis is None or (digest := _digest(hypothesis.output)) in seen:
@@ -75,10 +83,11 @@ def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
             if first is None and trials.share(hypothesis.output) >= _ALL:
                 first = likelihood + change.is_fitted
         yield hypothesis
-    if trials.num_ended:
+    if trials.num_ended and wrong.operation.tap not in budget.notes:
         budget.notes[wrong.operation.tap] = (
             f"{trials.num_ended:,} edits of HF's code were ended: they took far more memory or time than it does"
         )
+    return first is not None
 
 
 def likely_mistakes(wrong: WrongOperation, *, of_code: bool) -> Iterator[Hypothesis]:
@@ -111,16 +120,21 @@ def likely_mistakes(wrong: WrongOperation, *, of_code: bool) -> Iterator[Hypothe
         yield Hypothesis(cause=change.tell(1.0).cause, output=output)
 
 
-def in_turns(wrong: WrongOperation, lines: LinesRun) -> list[tuple[int, ModelChange]]:
+def in_turns(wrong: WrongOperation, lines: LinesRun, *, of_code_alone: bool = False) -> list[tuple[int, ModelChange]]:
     """Return the changes around an operation: what is likely and near comes first, with a number for how much.
 
     A change of the next module outwards comes with the less likely ones of the module inside of it.
     """
     paths = modules_around(wrong)
-    changes = [*changes_of_parameters(wrong, paths), *changes_of_code(wrong, lines)]
+    changes = [*(() if of_code_alone else changes_of_parameters(wrong, paths)), *changes_of_code(wrong, lines)]
     distance = {path: at for at, path in enumerate(paths) if paths[0].startswith(path)}
     numbered = [(change.rank + distance.get(change.module, 1), change) for change in changes]
     return sorted(numbered, key=lambda item: item[0])
+
+
+def _writing(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside of one whose forward may write to them."""
+    return [inner for inner in module.modules() if not type(inner).__module__.startswith("torch.")]
 
 
 def _digest(output: torch.Tensor) -> int:
@@ -136,9 +150,11 @@ class _Place:
     """[n] int64, of the rows."""
     meter: Meter
     """Of the right run."""
+    decode: Decode | None = None
+    """What is run instead, if it is not all of the part."""
 
     def run(self) -> torch.Tensor:
-        return self.rerun.run()[self.places]
+        return self.rerun.run()[self.places] if self.decode is None else self.decode.run()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,6 +177,35 @@ class _Trials:
     few: dict[str, tuple[_Place, torch.Tensor] | None] = field(default_factory=dict)
     """By module: where to run it on a few rows, and their numbers [F] in the batch; None if it cannot be."""
     num_ended: int = 0
+    where: str = ""
+    """Of the cause: which rows are computed by the changed code, if it is not all."""
+
+    @classmethod
+    def in_decode(cls, wrong: WrongOperation) -> "_Trials | None":
+        """Go on from the right state of each prompt; None unless a mixer with a state is wrong in decode alone."""
+        if wrong.rerun is None or wrong.downstream is not None:
+            return None
+        modules = _writing(wrong.hf.module(wrong.rerun.part_inputs.call.path))
+        try:
+            with attributes_kept(modules):
+                decode = decode_of(wrong)
+                if decode is None:
+                    return None
+                first, row = decode.first()
+                part, few = (_Place(wrong.rerun, torch.arange(0), Meter(), run) for run in (decode, first))
+                with part.meter, lines_run() as lines:
+                    right = part.run()
+                with few.meter:
+                    few.run()
+        except Exception:  # a mixer that keeps its state elsewhere than in HF's cache
+            return None
+        if not is_same(right, wrong.expected):
+            return None
+        return cls(
+            wrong=wrong, here=torch.ones(len(wrong.rows), dtype=torch.bool), part=part, right=right, unrecorded={},
+            arguments={}, lines=lines, modules=modules, few=dict.fromkeys(modules_around(wrong), (few, row)),
+            where="in decode alone: ",
+        )  # fmt: skip
 
     @classmethod
     def of(cls, wrong: WrongOperation) -> "_Trials | None":
@@ -187,8 +232,7 @@ class _Trials:
         if not is_same(right, wrong.expected[here]):
             return None
         part = _Place(rerun, places[here], meter)
-        inside = wrong.hf.module(rerun.part_inputs.call.path).modules()
-        modules = [module for module in inside if not type(module).__module__.startswith("torch.")]
+        modules = _writing(wrong.hf.module(rerun.part_inputs.call.path))
         taps = [op.tap for op in wrong.graph if op.tap in wrong.unrecorded and op.tap in rerun.values]
         unrecorded = {tap: rerun.values[tap][places[here]] for tap in taps}
         return cls(
@@ -213,7 +257,7 @@ class _Trials:
         told, whole = change.tell(factor), self.wrong.expected.clone()
         whole[self.here] = output
         return Hypothesis(
-            cause=told.cause,
+            cause=self.where + told.cause,
             output=whole,
             detail=told.detail,
             num_fitted=int(change.is_fitted),

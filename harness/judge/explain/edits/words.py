@@ -117,7 +117,8 @@ def term_of(edit: Edit, holder: object = None) -> str | None:
         holder: module that runs the code, whose settings say which way a branch goes.
     """
     if edit.new == "takes the other branch":
-        return _branch(edit.old, holder)
+        optional = re.fullmatch(r"if (\w+) is not None", edit.old)
+        return _branch(edit.old, holder) if optional is None else _first(_LEFT_OUT, optional[1])
     if (coarse := re.fullmatch(r"has `residual`( and `\w+`)? rounded to (\w+)", edit.new)) is not None:
         return f"the addition is of values in {coarse[2]}" if coarse[1] else f"the residual is in {coarse[2]}"
     if edit.old.startswith("residual =") and edit.new == "is left out":

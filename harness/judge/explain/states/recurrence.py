@@ -87,8 +87,8 @@ class Recurrence:
             if cache is None:
                 return None
             layer = cache.layers[self.module.layer_idx]
-            for step in rows.step.unique_consecutive().tolist():
-                output = self._run_one(rows.select((rows.step == step).nonzero()[:, 0]), cache)
+            for step in by_step(rows):
+                output = self._run_one(step, cache)
                 if output is None:
                     return None
                 outputs |= output
@@ -120,17 +120,24 @@ class Recurrence:
 
     def _run_one(self, rows: Rows, cache: Any = None) -> dict[_Row, torch.Tensor] | None:
         """Return what the operation gives at rows that follow each other; None if one was not recorded."""
-        hf, operation = self.wrong.hf, self.wrong.operation
-        recorded = {tap: gathered(self.wrong.locator, tap, rows) for tap in (self.entry, *operation.inputs)}
-        values = {tap: value.to(hf.device) for tap, value in recorded.items() if value is not None}
-        if len(values) < len(recorded):
-            return None
+        values = self.recorded(rows)
+        return None if values is None else dict(zip(rows.places(), self.run_on(rows, values, cache), strict=True))
+
+    def recorded(self, rows: Rows) -> dict[str, torch.Tensor] | None:
+        """Return what the engine recorded of what the mixer and the operation read; None if a row of it is missing."""
+        values = dict[str, torch.Tensor]()
+        for tap in (self.entry, *self.wrong.operation.inputs):
+            if (recorded := gathered(self.wrong.locator, tap, rows)) is None:
+                return None
+            values[tap] = recorded.to(self.wrong.hf.device)
+        return values
+
+    def run_on(self, rows: Rows, values: dict[str, torch.Tensor], cache: Any = None) -> torch.Tensor:
+        """Return what the operation gives at rows that follow each other, with recorded values put back."""
+        hf, tap = self.wrong.hf, self.wrong.operation.tap
         arguments = _arguments(self.module, rows.position.to(hf.device), cache)
         call = PartCall(path=self.path, args=(values[self.entry][None],), kwargs=arguments)
-        output = run_as_far_as(
-            operation.tap, hf, self.watch, call, (1, len(rows)), lambda value: values.get(value.operation.tap)
-        )
-        return dict(zip(rows.places(), output, strict=True))
+        return run_as_far_as(tap, hf, self.watch, call, (1, len(rows)), lambda value: values.get(value.operation.tap))
 
     def _at_wrong_rows(self, outputs: dict[_Row, torch.Tensor]) -> torch.Tensor | None:
         wanted = self.wrong.rows.places()
@@ -227,6 +234,12 @@ class _Convolutions(TorchFunctionMode):
         return output
 
 
+def state_of(wrong: WrongOperation) -> Recurrence | None:
+    """Return the mixer behind an operation whose rows take something from earlier ones; None if there is none."""
+    recurrence = recurrence_of(wrong)
+    return recurrence if recurrence is not None and _has_state(recurrence) else None
+
+
 def wrong_state(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """The scan, or the convolution before it, begins elsewhere, or its state is kept in another format.
 
@@ -234,8 +247,8 @@ def wrong_state(wrong: WrongOperation) -> Iterator[Hypothesis]:
     prefill into decode, or from row to row; it is not updated in decode, or a step late; it is kept in *dtype* from one
     step to the next; it takes in a row twice; it begins with what request *n* left.
     """
-    recurrence = recurrence_of(wrong)
-    if recurrence is None or not _has_state(recurrence):
+    recurrence = state_of(wrong)
+    if recurrence is None:
         return
     for hypothesis in chain(_begun_elsewhere(recurrence), _kept_coarsely(recurrence)):
         yield hypothesis
@@ -259,7 +272,7 @@ def _has_state(recurrence: Recurrence) -> bool:
 def _begun_elsewhere(recurrence: Recurrence) -> Iterator[Hypothesis]:
     """The state is not carried on, or not kept up to date, or it is what another request left."""
     patterns: dict[str, Callable[[Rows], list[Rows]]] = {
-        "{state} is not carried from one step to the next": _by_step,
+        "{state} is not carried from one step to the next": by_step,
         "{state} of the prefill is not carried into decode": _prefill_and_decode,
         "{state} is not updated in decode: every row goes on from the end of the first step": _frozen,
         "{state} is a step late: the rows of the step before are not in it": _a_step_late,
@@ -330,13 +343,14 @@ def _of_sequences(recurrence: Recurrence, sequences: list[Rows], cause: str, rig
             yield Hypothesis(cause=cause.format(state=state).replace("no the ", "no "), output=output)
 
 
-def _by_step(rows: Rows) -> list[Rows]:
+def by_step(rows: Rows) -> list[Rows]:
+    """Cut the rows of a request where another step begins."""
     return [_pick(rows, list(group)) for _, group in groupby(range(len(rows)), key=lambda at: int(rows.step[at]))]
 
 
 def _prefill_and_decode(rows: Rows) -> list[Rows]:
     """Cut a request's rows where its steps begin to have one row only."""
-    pieces = _by_step(rows)
+    pieces = by_step(rows)
     first = next((at for at in range(len(pieces), 0, -1) if len(pieces[at - 1]) > 1), 0)
     return [Rows.concat(item) for item in (pieces[:first], pieces[first:]) if item]
 
@@ -353,19 +367,19 @@ def _row_by_row(rows: Rows) -> list[Rows]:
 
 def _frozen(rows: Rows) -> list[Rows]:
     """The rows of the first step, and every later row as if it came next."""
-    first, *later = _by_step(rows)
+    first, *later = by_step(rows)
     return [first, *(Rows.concat([first, _pick(step, [at])]) for step in later for at in range(len(step)))]
 
 
 def _a_step_late(rows: Rows) -> list[Rows]:
     """The rows of a step after those of all steps but the one before."""
-    steps = _by_step(rows)
+    steps = by_step(rows)
     return [Rows.concat([*steps[: max(at - 1, 0)], step]) for at, step in enumerate(steps)]
 
 
 def _doubled(rows: Rows) -> list[Rows]:
     """The rows of a step after those of the steps before, the last of which is there twice."""
-    steps = _by_step(rows)
+    steps = by_step(rows)
     pieces = [steps[0]]
     for before, step in pairwise(steps):
         pieces.append(Rows.concat([pieces[-1], _pick(before, [len(before) - 1]), step]))

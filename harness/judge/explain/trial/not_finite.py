@@ -152,12 +152,6 @@ def _are_rows_with_room(wrong: WrongOperation) -> bool:
             slots = memory.slots(memory.table(step.index, request), last + 2)
             is_free = len(slots) > last + 1 and memory.writer(slots[last + 1], step.index) is None
             of_request = all_rows(step).select(step.request == request)
-            if len(of_request) == 1 or not _are_single(wrong):
+            if len(of_request) == 1 or not wrong.are_single:
                 (with_room if is_free else without).update(of_request.identities())
     return wrong_rows == with_room and bool(without)
-
-
-def _are_single(wrong: WrongOperation) -> bool:
-    """Whether each wrong row is its request's only one in its step, as in decode."""
-    steps = wrong.recording.steps
-    return all(int((steps[step].request == item).sum()) == 1 for item, _, step in wrong.rows.identities())

@@ -75,7 +75,7 @@ def changed(program, edit):
         ("torch.cat((-second, first), dim=-1)", "has no `dim=-1`"),
         ("gate is not None and self.is_gated", "is `gate is not None or self.is_gated`"),
         ("scores /= scores.sum(-1, keepdim=True)", "is `scores *= scores.sum(-1, keepdim=True)`"),
-        ("True", "is False"),
+        ("keepdim=True", "is False"),
         ("-scores", "is `scores`"),
         ("self.scale", "is `1`"),
         ("self.scale", "is `self.factor`"),
