@@ -224,12 +224,14 @@ def _best_run(
         for moves in (((False, True),) if run.every > 1 else _MOVES if len(view.rows) > 1 else _MOVES[:1])
     ]
 
-    def error(run: _Run, rows: torch.Tensor, quantile: float) -> float:
-        left = ((_read(view.select(rows), run) - actual[rows]) * columns).norm(dim=1)
-        return float(left.quantile(quantile))
+    def errors(run: _Run, rows: torch.Tensor) -> torch.Tensor:
+        return ((_read(view.select(rows), run) - actual[rows]) * columns).norm(dim=1)
 
-    runs = _best_of({run: error(run, torch.tensor(probed), 0.5) for run in dict.fromkeys(runs)})[:_MOST_COMPARED]
-    return next(iter(_best_of({run: error(run, torch.arange(len(view.rows)), _MOST_ROWS) for run in runs})), None)
+    left = {run: errors(run, torch.tensor(probed)) for run in dict.fromkeys(runs)}
+    order = [_best_of({run: float(error.quantile(q)) for run, error in left.items()}) for q in (0.5, _MOST_ROWS)]
+    runs = list(dict.fromkeys(run for pair in zip(*order, strict=True) for run in pair))[:_MOST_COMPARED]
+    every = torch.arange(len(view.rows))
+    return next(iter(_best_of({run: float(errors(run, every).quantile(_MOST_ROWS)) for run in runs})), None)
 
 
 def _best_of(errors: Mapping[_Run, float]) -> list[_Run]:
