@@ -84,6 +84,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         slots.past_the_context,
         reads.read_back,
         reads.cleared_pages,
+        reads.another_order,
         misread.other_rows,
         *OF_ATTENTION_PARAMETERS,
         masks.mask_otherwise,

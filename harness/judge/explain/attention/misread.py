@@ -225,7 +225,8 @@ def _best_run(
     ]
 
     def errors(run: _Run, rows: torch.Tensor) -> torch.Tensor:
-        return ((_read(view.select(rows), run) - actual[rows]) * columns).norm(dim=1)
+        error: torch.Tensor = ((_read(view.select(rows), run) - actual[rows]) * columns).norm(dim=1)
+        return error
 
     left = {run: errors(run, torch.tensor(probed)) for run in dict.fromkeys(runs)}
     order = [_best_of({run: float(error.quantile(q)) for run, error in left.items()}) for q in (0.5, _MOST_ROWS)]

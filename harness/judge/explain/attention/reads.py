@@ -19,6 +19,8 @@ _PADDED = ", in the same columns of a padded batch"
 _COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _MOST = 64
 """KV heads up to which every one is tried for every query head."""
+_PARTS = {"keys and values": (True, True), "keys": (True, False), "values": (False, True)}
+"""Whether keys are of other places, and whether values are."""
 _PAGES, _NEVER = (2, 4, 8, 16, 32, 64), 1 << 62
 """Sizes of pages that are tried; a step that never comes."""
 _READS = {
@@ -203,6 +205,42 @@ def cleared_pages(wrong: WrongOperation) -> Iterator[Hypothesis]:
         )
         detail = f"pages of {size}, {steps}: {readers} read zeros where earlier steps wrote"
         yield Hypothesis(cause="a step clears the page that it begins in", output=output, detail=detail)
+
+
+def another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """The rows of a history are read in another order: those of each step are rolled, or its pages are reversed.
+
+    Causes: keys, values, or both, of each step are one slot high or low, around the step; reads its pages in the
+    reverse order.
+    """
+    for (which, parts), (how, shift) in product(_PARTS.items(), (("high", 1), ("low", -1))):
+
+        def rolled(view: AttentionContext) -> torch.Tensor:
+            begin, end = (torch.searchsorted(view.key_step, view.key_step, right=right) for right in (False, True))
+            places = begin + (torch.arange(len(view.key)) - begin - shift) % (end - begin)  # noqa: B023
+            return _reading(view, places, parts)  # noqa: B023
+
+        cause = f"{which} of each step are one slot {how}, around the step"
+        yield Hypothesis(cause=cause, output=wrong.over_views(rolled))
+    if all(view.bias is None for view in wrong.views):
+        return  # of keys and values together, attention has no order
+    for size, which in product(_PAGES, ("", ", the full ones")):
+        outputs = list[torch.Tensor]()
+        for row in wrong.single_rows():
+            at, num_held = torch.arange(len(row.key)), int(row.is_computed.sum())
+            num_pages = num_held // size if which else -(-num_held // size)
+            turned = at + (num_pages - 1 - 2 * (at // size)) * size
+            outputs.append(_reading(row, turned.where(at < num_pages * size, at), (True, True)))
+        cause, detail = "reads its pages in the reverse order", f"pages of {size}{which}"
+        yield Hypothesis(cause=cause, output=torch.cat(outputs), detail=detail)
+
+
+def _reading(view: AttentionContext, places: torch.Tensor, parts: tuple[bool, bool]) -> torch.Tensor:
+    """Return the context [T, N*H] where positions read keys, values, or both, of other places [S]; zeros of none."""
+    places = places.where((places >= 0) & (places < int(view.is_computed.sum(dim=1).max())), len(view.key))
+    moved = (torch.cat((x, torch.zeros_like(x[:1])))[places] for x in (view.key, view.value))
+    key, value = (x if is_read else None for x, is_read in zip(moved, parts, strict=True))
+    return view.attend(key=key, value=value)
 
 
 def other_kv_heads(wrong: WrongOperation) -> Iterator[Hypothesis]:

@@ -9,6 +9,7 @@ as they were recorded, the whole part is run.
 `P` places of the batch, `R` rows, `F` few of them.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -292,7 +293,8 @@ class _Trials:
     def _under(self, change: ModelChange, factor: float, place: _Place) -> torch.Tensor | None:
         """Return the rows [n, W] under a change; None if it does not run, or not to such rows."""
         try:
-            with attributes_kept(self.modules), change.make(factor), limited(place.meter, self.wrong.edit_budget):
+            quiet, meter, budget = warnings.catch_warnings(action="ignore"), place.meter, self.wrong.edit_budget
+            with quiet, attributes_kept(self.modules), change.make(factor), limited(meter, budget):
                 output = place.run()
         except Exception:  # most changes of a program do not compile or run
             return None

@@ -24,6 +24,7 @@ OF_UNRECORDED_ATTENTION: Sequence[Explain] = (
 OF_UNSHOWN_ATTENTION: Sequence[Explain] = (
     misread.other_rows,
     reads.cleared_pages,
+    reads.another_order,
     reads.coarse_cache,
     reads.other_kv_heads,
     *OF_MASK_AND_SCALE,
