@@ -159,7 +159,8 @@ def _learn(probes: _Probes, dtype: torch.dtype, tap_names: Mapping[str, str] | N
     taps, uncertain, num_tensors = _taps(probes, teller, dtype, several, tap_names)
     if several:
         teller.learn_order_of_requests(several[0].forwards, several[0].work, several[0].returned)
-    if not teller.lookups and batch is not StepBatch.ONE_REQUEST:
+    shows_more = not set(taps) <= {probes.hf.graph.logits}  # logits are returned in the order of the work
+    if shows_more and not teller.lookups and batch is not StepBatch.ONE_REQUEST:
         batch = _assumed_batch(probes, teller, taps)
         probes.finish()
     return TapMap(

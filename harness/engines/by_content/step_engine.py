@@ -110,25 +110,12 @@ class StepEngine:
         return self._open_first()
 
     def match_taps(self, graph: Graph) -> None:
-        """Learn the map; see `TapMatcher.match_taps`.
-
-        Raises:
-            HarnessError: ENGINE_CANNOT_SERVE: no tensor of the engine has values of HF.
-        """
+        """Learn the map; see `TapMatcher.match_taps`. Of an engine whose tensors hold no value of HF's: the logits."""
         stepper, self._graph = self._first, graph
         hf = load_model(self._folder, dtype=torch.float32, stays=True, mtp=graph.has_mtp)
         with _telling_what_stays(stepper):
             learned = learn_map(stepper, hf, dtype=self._dtype, numbers=self._numbers, tap_names=self._tap_names)
         self.map = learned
-        if set(learned.taps) <= {graph.logits}:
-            raise HarnessError(
-                Code.ENGINE_CANNOT_SERVE,
-                f"none of the {learned.num_tensors} tensors that {self.name} computes holds a value of HF's",
-                where=self.name,
-                expected=f"tensors of {self._folder}",
-                hint="an engine shows no tensors that can be told if it is compiled, runs in another process, or looks "
-                "token ids up outside of torch and in several forwards",
-            )
         kept = self._kept(stepper, graph, learned)
         places = self._places = find_places(stepper, hf, next(self._numbers))
         kept |= {tap for (at, name), tap in graph.states.items() if at is not None and places.get((at, name))}
@@ -466,12 +453,18 @@ def _notes(learned: TapMap) -> Iterator[str]:
 _NO_CACHE = "the engine has no method cached(request), or it does not return this layer"
 _REORDERED = "its rows lie in another order than the token ids that are looked up"
 _NOT_HELD = "no tensor of the engine holds it in rows that were told: it may be computed inside of another operation"
+_NONE_HELD = (
+    "no tensor of the engine holds a value of HF's, so that the logits are judged alone: it is compiled, runs outside "
+    "of torch or in another process, or looks token ids up outside of torch and in several forwards"
+)
 
 
 def _seen(learned: TapMap, stepper: Stepper, graph: Graph, kept: Collection[str]) -> SeenTensors:
     """Return what was seen of an engine."""
     lost = dict.fromkeys(graph.not_shown(kept, caches=True), _NO_CACHE)
     not_held = _REORDERED if learned.teller.has_reordered else _NOT_HELD
+    if set(learned.taps) <= {graph.logits}:
+        not_held = _NONE_HELD
     for name in graph.not_shown(learned.taps):
         taps = [op.tap for op in graph if name in (op.tap, op.site)]
         lost[name] = next((learned.uncertain[tap] for tap in taps if tap in learned.uncertain), not_held)

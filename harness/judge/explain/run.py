@@ -22,6 +22,7 @@ from harness.judge.compare.shapes import engine_dtype
 from harness.judge.explain.core.rerun import Budget, Rerun, replay
 from harness.judge.explain.core.wrong_operation import WrongOperation, gathered
 from harness.judge.explain.experts.router import explain_count
+from harness.judge.explain.logits_alone import explain_logits
 from harness.judge.explain.products.linear import declared_failures
 from harness.judge.explain.tokens import explain_token
 from harness.judge.explain.trial.description import first_bad_row, scope
@@ -108,6 +109,10 @@ def _explained(wrong: WrongOperation, where: str) -> Explanation:
     return with_failures(explanation, failures)
 
 
+def _with_note(explanation: Explanation, note: str | None) -> Explanation:
+    return replace(explanation, detail="; ".join(text for text in (explanation.detail, note) if text))
+
+
 class Explainer:
     """Explains the operations of one recording."""
 
@@ -144,9 +149,18 @@ class Explainer:
         if finding.code is Code.TOKENS_DIFFER and finding.request is not None and finding.position is not None:
             return explain_token(self.recording, self.hf.graph.logits, finding.request, finding.position)
         tap = finding.tap or ""
+        if finding.code is Code.PROPAGATED_ERROR and self.usable == {tap} == {self.hf.graph.logits}:
+            return self._explanation_of_logits(tap)
         if finding.code is Code.TAP_MISMATCH and tap in self.hf.graph:
             return explain_count(self.hf.graph[tap], self.recording)
         return self.explain(self.hf.graph[tap]) if finding.code in _EXPLAINED and tap in self.hf.graph else None
+
+    def _explanation_of_logits(self, tap: str) -> Explanation | None:
+        """Explain an engine that shows its logits alone."""
+        self._edit_budget.begin_explanation()
+        explanation = explain_logits(self.recording, self.comparison.expected, self.hf, self.locator, self._edit_budget)
+        note = self._edit_budget.notes.get(tap)
+        return explanation if explanation is None or explanation.is_cause else _with_note(explanation, note)
 
     def explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation, and add where it begins to be wrong; None if no row of it is wrong."""
@@ -172,9 +186,8 @@ class Explainer:
             self._edit_budget.begin_explanation()
             explanation = self._search(operation)
             note = self._edit_budget.notes.get(operation.tap)
-            if explanation is not None and note is not None and not explanation.is_cause:
-                detail = "; ".join(text for text in (explanation.detail, note) if text)
-                explanation = replace(explanation, detail=detail)
+            if explanation is not None and not explanation.is_cause:
+                explanation = _with_note(explanation, note)
             self._known[operation.tap] = explanation
         return self._known[operation.tap]
 

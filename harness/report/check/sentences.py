@@ -80,7 +80,8 @@ def divergence_size(divergence: Divergence) -> str:
         bound = f" against a bound of {number(divergence.bound_roundings)}" if divergence.bound_roundings else ""
         parts.append(f"{number(divergence.local_roundings)} roundings{bound}")
     if divergence.propagated_ratio is not None:
-        parts.append(f"propagated error {number(divergence.propagated_ratio)} times HF's own")
+        begins = ", which begins here or in an operation before it" if divergence.local_roundings is None else ""
+        parts.append(f"propagated error {number(divergence.propagated_ratio)} times HF's own{begins}")
     return "; ".join(parts) or f"verdict {divergence.verdict}"
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -66,7 +66,7 @@ class SourceCode:
     @property
     def _class(self) -> type:
         """The class that defines the function, which `super()` begins at."""
-        kinds = type(self.holder).__mro__
+        kinds = (self.holder if isinstance(self.holder, type) else type(self.holder)).__mro__
         return next((kind for kind in kinds if self.name in vars(kind)), kinds[0])
 
     def _compiled(self, edit: Edit) -> CodeType:
@@ -96,13 +96,20 @@ class SourceCode:
         ]
         return " | ".join(f"{line[0]} {line[1:].strip()}" for line in lines[:4])
 
-    def changes(self, lines: LinesRun | None = None) -> list[ModelChange]:
-        """Return the changes of the function, or of its statements that ran, the likely ones first."""
+    def changes(self, lines: LinesRun | None = None, *, in_class: bool = False) -> list[ModelChange]:
+        """Return the changes of the function, or of its statements that ran, the likely ones first.
+
+        Args:
+            lines: that ran; None for all.
+            in_class: whether a method is changed in all modules of its class.
+        """
+        is_method = in_class and isinstance(self.holder, nn.Module)
+        changed = replace(self, holder=type(self.holder)) if is_method else self
         return [
             ModelChange(
                 module=self.module,
                 rank=edit.rank,
-                make=partial(self.made, edit),
+                make=partial(changed.made, edit),
                 tell=partial(self.told, edit),
                 is_fitted=edit.is_fitted,
                 is_vague=term_of(edit, self.holder) is None,
@@ -183,11 +190,10 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if type(value) in (int, float) and not name.startswith("_")}
 
 
-def _codes_around(wrong: WrongOperation) -> Iterator[SourceCode]:
-    """Yield the forwards of the modules around an operation, the innermost first, and the functions that they call."""
+def _codes_of(modules: Mapping[str, nn.Module]) -> Iterator[SourceCode]:
+    """Yield the forwards of modules, by their paths, and then the functions that they call."""
     functions: dict[str, SourceCode] = {}
-    for path in modules_around(wrong):
-        module = wrong.hf.module(path)
+    for path, module in modules.items():
         forward = code_of(path, module, "forward", type(module).forward)
         methods = [] if forward is None else _methods(path, module, forward)
         for code in (forward, *methods):
@@ -204,8 +210,17 @@ def _codes_around(wrong: WrongOperation) -> Iterator[SourceCode]:
 
 def changes_of_code(wrong: WrongOperation, lines: LinesRun) -> Iterator[ModelChange]:
     """Yield the changes of the code around an operation, as far as it ran."""
-    for code in _codes_around(wrong):
+    for code in _codes_of({path: wrong.hf.module(path) for path in modules_around(wrong)}):
         yield from code.changes(lines)
+
+
+def changes_of_classes(model: nn.Module, lines: LinesRun) -> Iterator[ModelChange]:
+    """Yield the changes of the code of a model, as far as it ran: in all modules of a class at once."""
+    first = dict[type, str]()
+    for path, module in model.named_modules():
+        first.setdefault(type(module), path)
+    for code in _codes_of({path: model.get_submodule(path) for path in first.values()}):
+        yield from code.changes(lines, in_class=True)
 
 
 def _methods(path: str, module: nn.Module, forward: SourceCode) -> list[SourceCode | None]:

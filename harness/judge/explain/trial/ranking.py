@@ -164,13 +164,19 @@ def distance(first: Trial, second: Trial) -> float:
     return float(((first_rows - second_rows).norm(dim=1) / first_rows.norm(dim=1)).nan_to_num().median())
 
 
-def rank_hypotheses(wrong: WrongOperation, scope: str) -> Explanation:
+def rank_hypotheses(
+    wrong: WrongOperation, scope: str, stages: Sequence[Sequence[Explain]] | None = None
+) -> Explanation:
     """Return the explanation that fits the wrong rows best; one that says so where none does.
 
     Args:
         wrong: the wrong rows of one operation.
         scope: which rows are wrong, in words.
+        stages: what is tried; None for what is known of the operation's kind.
     """
+    if stages is not None:
+        failures = list[str]()
+        return with_failures(_ranked(wrong, None, failures, scope, stages), failures)
     finite = wrong.actual.isfinite().all(dim=1)
     if not bool(finite.all()):
         if bool(finite.any()):
@@ -185,7 +191,8 @@ def rank_hypotheses(wrong: WrongOperation, scope: str) -> Explanation:
             unrecorded, order = unshown_attention(wrong) or (None, None)
     if order is not None:
         wrong = wrong.take(order)
-    return with_failures(_ranked(wrong, unrecorded, failures, scope), failures)
+    stages = stages_of(wrong.operation.kind)
+    return with_failures(_ranked(wrong, unrecorded, failures, scope, stages), failures)
 
 
 def with_failures(explanation: Explanation, failures: Sequence[str]) -> Explanation:
@@ -196,8 +203,14 @@ def with_failures(explanation: Explanation, failures: Sequence[str]) -> Explanat
     return replace(explanation, detail="; ".join(note for note in notes if note))
 
 
-def _ranked(wrong: WrongOperation, unrecorded: WrongOperation | None, failures: list[str], scope: str) -> Explanation:
-    best, equal, observed = _best(wrong, unrecorded, failures)
+def _ranked(
+    wrong: WrongOperation,
+    unrecorded: WrongOperation | None,
+    failures: list[str],
+    scope: str,
+    stages: Sequence[Sequence[Explain]],
+) -> Explanation:
+    best, equal, observed = _best(wrong, unrecorded, failures, stages)
     if best is not None:
         return _explanation(best, equal, wrong, failures, scope)
     if observed is not None and observed.fits:
@@ -206,14 +219,16 @@ def _ranked(wrong: WrongOperation, unrecorded: WrongOperation | None, failures: 
 
 
 def _best(
-    wrong: WrongOperation, unrecorded: WrongOperation | None, failures: list[str]
+    wrong: WrongOperation,
+    unrecorded: WrongOperation | None,
+    failures: list[str],
+    stages: Sequence[Sequence[Explain]],
 ) -> tuple[Trial | None, list[Trial], Trial | None]:
     """Return the best cause, those that are as good, and the best of what fits and may not be asserted."""
     best: Trial | None = None
     observed: Trial | None = None
     fallback: Trial | None = None
     group: list[Trial] = []
-    stages = stages_of(wrong.operation.kind)
     for number, stage in enumerate(stages):
         if number and best is not None and _is_perfect(best, wrong):
             break  # what can be said of any operation says less

@@ -248,7 +248,6 @@ class Answering:
         (lambda work: [0.0], "no row of logits for each request"),
         (lambda work: torch.zeros(len(work) + 1, 256), r"no row of logits.*\[\d+, 256\]"),
         (lambda work: torch.zeros(len(work), 256, dtype=torch.int64), "no row of logits"),
-        (lambda work: torch.randn(len(work), 256), "holds a value of HF's"),
         (lambda work: 1 / 0, "the engine raised ZeroDivisionError"),
     ],
 )

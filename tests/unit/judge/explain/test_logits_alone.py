@@ -1,0 +1,155 @@
+"""Engines that show their logits alone: every schedule is judged, and HF's model is run whole to name a mistake."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+
+import harness
+
+PROMPTS = [[5, 9, 14, 3, 8], list(range(20, 44)), [7, 7, 7, 3, 5, 200, 31]]
+NUM_LAYERS, HEAD_SIZE = 3, 32
+
+
+class NumpyEngine:
+    """Qwen 3 in numpy: it computes all tokens of a request each time, and shows no tensor."""
+
+    recomputes = True
+
+    def __init__(self, folder, eps=1e-6, theta=1e6, *, norms_queries=True):
+        self.weights, self.tokens = load_file(folder / "model.safetensors"), {}
+        self.eps, self.theta, self.norms_queries = eps, theta, norms_queries
+
+    def step(self, work):
+        rows = []
+        for request, ids, first in work:
+            self.tokens[request] = self.tokens.get(request, [])[:first] + list(ids)
+            rows.append(torch.from_numpy(self.logits(self.tokens[request])))
+        return torch.stack(rows)
+
+    def finish(self, request):
+        self.tokens.pop(request, None)
+
+    def logits(self, ids):
+        """Return the logits of the last token, [V]."""
+        x = self.weights["model.embed_tokens.weight"][ids]
+        for path in (f"model.layers.{layer}" for layer in range(NUM_LAYERS)):
+            x = x + self.attention(f"{path}.self_attn", self.norm(x, f"{path}.input_layernorm"))
+            h = self.norm(x, f"{path}.post_attention_layernorm")
+            gate, up = (self.product(h, f"{path}.mlp.{name}_proj") for name in ("gate", "up"))
+            x = x + self.product(gate / (1 + np.exp(-gate)) * up, f"{path}.mlp.down_proj")
+        last = self.norm(x[-1:], "model.norm")[0]
+        return last @ self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]).T
+
+    def attention(self, path, h):
+        q, k, v = (self.product(h, f"{path}.{name}_proj").reshape(len(h), -1, HEAD_SIZE) for name in "qkv")
+        q = self.norm(q, f"{path}.q_norm") if self.norms_queries else q
+        q, k = self.rotated(q), self.rotated(self.norm(k, f"{path}.k_norm"))
+        k, v = (np.repeat(item, q.shape[1] // k.shape[1], axis=1) for item in (k, v))
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.float32(HEAD_SIZE**0.5)
+        scores = np.where(np.tri(len(h), dtype=bool), scores, -np.inf)
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        context = np.einsum("hqk,khd->qhd", scores / scores.sum(axis=-1, keepdims=True), v)
+        return self.product(context.reshape(len(h), -1), f"{path}.o_proj")
+
+    def rotated(self, x):
+        frequencies = self.theta ** -(np.arange(0, HEAD_SIZE, 2, dtype=np.float64) / HEAD_SIZE)
+        angles = np.outer(np.arange(len(x)), frequencies)[:, None]
+        cos, sin = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
+        first, second = np.split(x, 2, axis=-1)
+        return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+
+    def norm(self, x, path):
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(self.eps)) * self.weights[f"{path}.weight"]
+
+    def product(self, x, path):
+        return x @ self.weights[f"{path}.weight"].T
+
+
+def exchange_gate_and_up(weights):
+    gate, up = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    weights[gate], weights[up] = weights[up], weights[gate]
+
+
+def scale_final_norm(weights):
+    weights["model.norm.weight"] = weights["model.norm.weight"] * np.float32(1.02)
+
+
+def forget_values(weights):
+    weights["model.layers.2.self_attn.v_proj.weight"] = 0 * weights["model.layers.2.self_attn.v_proj.weight"]
+
+
+def shuffle_weight(weights):
+    weight = weights["model.layers.0.mlp.down_proj.weight"]
+    weights["model.layers.0.mlp.down_proj.weight"] = np.random.default_rng(0).permuted(weight, axis=None)
+
+
+MISTAKES = {
+    "eps": ({"eps": 1e-5}, None, "eps of all norms is 1e-05"),
+    "theta": ({"theta": 1e4}, None, "rotary theta is 10000 instead"),
+    "exchanged": ({}, exchange_gate_and_up, "mlp.gate_proj and mlp.up_proj of model.layers.1 are exchanged"),
+    "norm left out": ({"norms_queries": False}, None, "q_norm"),
+    "scaled": ({}, scale_final_norm, "weight of model.norm is scaled by 1.02"),
+    "zero": ({}, forget_values, "weight of model.layers.2.self_attn.v_proj is zero"),
+}
+QUICK = ("eps",)
+
+
+@pytest.fixture
+def open_engine(checkpoints):
+    return lambda **settings: NumpyEngine(checkpoints / "qwen3-tiny", **settings)
+
+
+def check(engine, checkpoints, **options):
+    return harness.check(engine, model=checkpoints / "qwen3-tiny", prompts=PROMPTS, max_new_tokens=4, **options)
+
+
+def said(report):
+    return " ".join(report.text().split())
+
+
+def test_a_sound_engine_passes_under_all_schedules_and_the_report_says_what_was_judged(open_engine, checkpoints):
+    report = check(open_engine(), checkpoints)
+    assert report, report.text()
+    assert [run.schedule for run in report.runs] == ["plain", "chunked", "batched"]
+    assert sum(report.seen.num_taps.values()) == 1
+    assert "note only the logits were judged" in said(report)
+    assert "so that the logits are judged alone" in said(report)
+
+
+@pytest.mark.parametrize(
+    "mistake", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MISTAKES]
+)
+def test_a_mistake_is_named(open_engine, checkpoints, mistake):
+    settings, plant, cause = MISTAKES[mistake]
+    engine = open_engine(**settings)
+    if plant is not None:
+        plant(engine.weights)
+    report = check(engine, checkpoints, schedules=["plain"], explain_seconds=60)
+    explanation = report.runs[0].first_divergence.explanation
+    assert explanation.is_cause
+    assert cause in explanation.cause
+    assert "which begins here or in an operation before it" in said(report)
+
+
+def test_no_change_of_hfs_code_is_left(open_engine, checkpoints):
+    kinds = (Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm)
+    before = [dict(vars(kind)) for kind in kinds]
+    engine = open_engine()
+    shuffle_weight(engine.weights)
+    report = check(engine, checkpoints, schedules=["plain"], explain_seconds=1)
+    explanation = report.runs[0].first_divergence.explanation
+    assert not explanation.is_cause
+    assert "changes of the model were tried in the time for them" in explanation.detail
+    assert [dict(vars(kind)) for kind in kinds] == before
+
+
+def test_garbage_is_a_mismatch(checkpoints):
+    class Garbage:
+        def step(self, work):
+            return torch.randn(len(work), 256)
+
+    report = check(Garbage(), checkpoints, schedules=["plain"], explain_seconds=0.2)
+    assert report.runs[0].outcome.value == "mismatch"
+    assert not report.runs[0].first_divergence.explanation.is_cause
