@@ -251,7 +251,7 @@ class HarnessError(Exception):
         lines = [f"{self.code}: {self.what}"]
         details = {"where": self.where, "expected": self.expected, "actual": self.actual, "try": self.hint}
         lines += [f"  {name + ':':10}{value}" for name, value in details.items() if value is not None]
-        return printable("\n".join(lines))
+        return printable("\n".join(lines), keeps_lines=True)
 
 
 def some_of(names: Sequence[str], most: int) -> str:
@@ -260,6 +260,7 @@ def some_of(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
-def printable(text: str) -> str:
-    """Return `text` without what a terminal would obey: names in files may be hostile. Line ends and tabs stay."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+def printable(text: str, *, keeps_lines: bool = False) -> str:
+    """Return `text` without what a terminal would obey: names in files may be hostile. Line ends and tabs may stay."""
+    kept = "\n\t" if keeps_lines else ""
+    return "".join(character if character.isprintable() or character in kept else "\ufffd" for character in text)

@@ -235,7 +235,7 @@ def render_text(info: Mapping[str, Any]) -> str:
         parts += _render_totals(info["totals"])
     if "against_config" in info:
         parts.append(_render_against_config(info["against_config"]))
-    return printable("\n\n".join(parts))
+    return printable("\n\n".join(parts), keeps_lines=True)
 
 
 def _render_tokens(info: Mapping[str, Any]) -> str:

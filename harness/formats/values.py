@@ -299,7 +299,7 @@ def values_text(table: Mapping[str, Any]) -> str:
     parts = [f"{table['name']}{where}", *map(_tensor_text, table["tensors"])]
     if "difference" in table:
         parts.append(_difference_text(table["difference"]))
-    return printable("\n\n".join(parts))
+    return printable("\n\n".join(parts), keeps_lines=True)
 
 
 def _tensor_text(described: Mapping[str, Any]) -> str:

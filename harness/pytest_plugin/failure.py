@@ -31,7 +31,7 @@ class GateFailedError(Exception):
 
 def summary(result: CheckResult) -> str:
     """Return the first mistake and its schedule in one line."""
-    from harness.report.check.sentences import divergence_place, printable
+    from harness.report.check.sentences import divergence_place
 
     divergence = result.first_divergence
     if divergence:

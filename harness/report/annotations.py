@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import Code
+from harness.errors import Code, printable
 from harness.report.check.dtypes import DtypeChecks, checks_markdown
 from harness.report.check.markdown import fenced
-from harness.report.check.sentences import finding_sentence, printable
+from harness.report.check.sentences import finding_sentence
 from harness.report.gate import gate_text
 from harness.results.check import Outcome
 from harness.results.gate import GateResult, Quantity, TimeVerdict

@@ -5,8 +5,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from harness.errors import Code
-from harness.report.check.sentences import printable
+from harness.errors import Code, printable
 from harness.report.check.table import count, number
 from harness.report.terminal import VERDICTS, blocks_text, fact_lines, headline, table_lines
 from harness.results.check import Outcome

@@ -38,7 +38,7 @@ def gate_text(result: GateResult) -> str:
         parts.append("the profile is the baseline now")
     if result.times:
         parts.append(_times(result.times))
-    return printable("\n\n".join(parts))
+    return printable("\n\n".join(parts), keeps_lines=True)
 
 
 def _row(change: GateChange, verdict: GateVerdict) -> list[str]:

@@ -28,7 +28,7 @@ _DISPENSABLE = ("category", "blocks", "operation")
 def memory_text(summaries: Sequence[MemorySummary], *, width: int | None = None) -> str:
     """Return one block a device."""
     blocks = [block for summary in summaries for device in summary.devices for block in _device(summary, device, width)]
-    return printable("\n\n".join(blocks))
+    return printable("\n\n".join(blocks), keeps_lines=True)
 
 
 def memory_diff_text(diff: MemoryDiff, *, width: int | None = None) -> str:
@@ -37,12 +37,12 @@ def memory_diff_text(diff: MemoryDiff, *, width: int | None = None) -> str:
     for title, changes in (("in use", diff.now), ("at the peak", diff.at_peak)):
         parts.append(f"{title}: {_mib(sum(change.added_bytes for change in changes), signed=True)} MiB")
         parts += [_changes(changes, width)] if changes else []
-    return printable("\n\n".join(parts))
+    return printable("\n\n".join(parts), keeps_lines=True)
 
 
 def moments_text(moments: Sequence[MemoryMoment], *, width: int | None = None) -> str:
     """Return one tree a device."""
-    return printable("\n\n".join(_moment(moment, width) for moment in moments))
+    return printable("\n\n".join(_moment(moment, width) for moment in moments), keeps_lines=True)
 
 
 def _moment(moment: MemoryMoment, width: int | None) -> str:

@@ -18,7 +18,7 @@ def settings_text(result: SettingsResult) -> str:
     table = tabulate(rows, headers=["setting", result.engine, "HF", ""], disable_numparse=True)
     differing = [f"{Code.SETTING_DIFFERS}: {pair}" for pair in result.differing]
     summary = f"{result.num_compared} settings compared, {len(differing)} differ; -: not shown"
-    return printable("\n".join([table, "", *differing, summary]))
+    return printable("\n".join([table, "", *differing, summary]), keeps_lines=True)
 
 
 def settings_json(result: SettingsResult) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness.report.check.sentences import printable
+from harness.errors import printable
 
 
 @cache

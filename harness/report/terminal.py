@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from tabulate import tabulate
 
-from harness.report.check.sentences import printable
+from harness.errors import printable
 from harness.results.check import Outcome
 
 MIN_WIDTH = 80

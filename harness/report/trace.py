@@ -7,7 +7,7 @@ from io import StringIO
 from os.path import commonprefix
 from typing import Any
 
-from harness.report.check.sentences import printable
+from harness.errors import printable
 from harness.report.document import SCHEMA_VERSION, plain
 from harness.report.terminal import fitted_table
 from harness.results.trace import (

@@ -5,9 +5,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from harness.errors import Code
+from harness.errors import Code, printable
 from harness.report.check.markdown import escaped
-from harness.report.check.sentences import printable
 from harness.report.check.table import count, number
 from harness.results.check import Outcome
 from harness.results.weights import TensorDifference, WeightsResult

@@ -3,7 +3,7 @@
 Nothing here imports torch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, ClassVar, Self
@@ -20,6 +20,8 @@ from harness.results.merging import (
     TOTAL,
     UNION,
     WORST,
+    Rule,
+    common,
     mergeable,
 )
 
@@ -339,6 +341,16 @@ class Extent:
     """Token ids that the model has."""
 
 
+_AFTER = {"evicted": "prefix_hit", "drafts_together": "drafts_accepted"}
+"""Conditions that an engine can meet where any schedule reached another one."""
+
+
+def _not_reached(parts: "Sequence[Coverage]", name: str) -> tuple[str, ...]:
+    """Return the conditions that no part reached and that some part shows the engine can meet."""
+    reached = {trigger for part in parts for trigger in part.triggers}
+    return tuple(item for item in common(parts, name) if _AFTER.get(item) in (None, *reached))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
     """Rows of taps that were to be recorded, and those that were."""
@@ -357,7 +369,7 @@ class Coverage:
     """Sites, or single taps, that were not judged at all, nor through operations that use them."""
     experts_not_chosen: Annotated[tuple[str, ...], COMMON] = ()
     """Experts whose weights no row was computed with, by the tap of their router: `model.layers.0.mlp.gate[17]`."""
-    not_reached: Annotated[tuple[str, ...], COMMON] = ()
+    not_reached: Annotated[tuple[str, ...], Rule(_not_reached)] = ()
     """Conditions that this model and engine may meet and that the workload did not reach."""
     extent: Annotated[Extent, MERGED] = Extent()
     states_left_out: Annotated[tuple[str, ...], UNION] = ()

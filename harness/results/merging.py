@@ -62,7 +62,8 @@ def _median(parts: Sequence[Any], name: str) -> float | None:
     return upper_median((getattr(part, name), part.num_rows) for part in parts)
 
 
-def _common(parts: Sequence[Any], name: str) -> tuple[Any, ...]:
+def common(parts: Sequence[Any], name: str) -> tuple[Any, ...]:
+    """Return the items that all parts have in a field, in the order of the first."""
     first, *others = map(dict.fromkeys, _values(parts, name))
     return tuple(item for item in first if all(item in values for values in others))
 
@@ -71,7 +72,7 @@ WORST = Rule(None)
 TOTAL = Rule(lambda parts, name: sum(_values(parts, name)))
 UNION = Rule(lambda parts, name: tuple(dict.fromkeys(item for value in _values(parts, name) for item in value)))
 """Each item once, in the order of the parts."""
-COMMON = Rule(_common)
+COMMON = Rule(common)
 """Items that all parts have, in the order of the first."""
 LARGEST = Rule(lambda parts, name: largest(_values(parts, name)))
 SMALLEST = Rule(lambda parts, name: smallest(_values(parts, name)))

@@ -161,7 +161,7 @@ def estimate_text(result: Estimate, *, tablefmt: str = "simple") -> str:
         ]
     if result.measured is not None:
         blocks += _measured(result.measured, [gpu.gpu for gpu in result.gpus], tablefmt)
-    return printable("\n\n".join(blocks))
+    return printable("\n\n".join(blocks), keeps_lines=True)
 
 
 _FORMULAS = {

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from harness.errors import printable
 from harness.extensions.fuzz.result import (
     FuzzFinding,
     FuzzResult,
@@ -17,7 +18,7 @@ from harness.extensions.fuzz.result import (
     SentWorkload,
 )
 from harness.report.check.json import run_json
-from harness.report.check.sentences import divergence_lines, model_name, printable
+from harness.report.check.sentences import divergence_lines, model_name
 from harness.report.check.table import count, number
 from harness.report.document import document, plain
 from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, headline, table_lines, wrapped

@@ -52,7 +52,7 @@ def quant_text(result: QuantResult, tablefmt: str = "simple") -> str:
         )
         for split, title in _splits(result).items()
     ]
-    return printable("\n\n".join([head, table, foot, *notes, *parts]))
+    return printable("\n\n".join([head, table, foot, *notes, *parts]), keeps_lines=True)
 
 
 def quant_html(result: QuantResult) -> str:

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from harness.errors import printable
 from harness.extensions.rollout.result import GapFigures, GapHistory, GapStep, GapTerm, RolloutResult, SideFigures
-from harness.report.check.sentences import model_name, printable
+from harness.report.check.sentences import model_name
 from harness.report.check.table import count, number
 from harness.report.page.check_view import power
 from harness.report.page.html import page_of

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from harness.errors import printable
 from harness.extensions.server.check.result import ScheduleResult
-from harness.report.check.sentences import MAX_FINDINGS, MAX_FINDINGS_OF_A_CODE, model_name, printable
+from harness.report.check.sentences import MAX_FINDINGS, MAX_FINDINGS_OF_A_CODE, model_name
 from harness.report.terminal import VERDICTS, headline, wrapped
 from harness.results.check import Finding
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from harness.errors import printable
 from harness.extensions.suite.result import CaseResult, CaseTrend, CaseVerdict, Moved, SuiteDiff, SuiteHistory
-from harness.report.check.sentences import printable
 from harness.report.check.table import count, number
 from harness.report.document import SCHEMA_VERSION, plain
 from harness.report.terminal import blocks_text, fitted_table

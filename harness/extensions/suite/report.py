@@ -11,12 +11,11 @@ from pydantic import TypeAdapter, ValidationError
 from tabulate import tabulate
 
 from harness.base.files import parse_json, read_text
-from harness.errors import Code, HarnessError
+from harness.errors import Code, HarnessError, printable
 from harness.extensions.suite.history_report import LEGEND, case_row, failing_first
 from harness.extensions.suite.history_report import history_headline as headline_of_history
 from harness.extensions.suite.result import SEVERITY, CaseResult, CaseTrend, CaseVerdict, SuiteHistory, SuiteResult
 from harness.report.check.markdown import escaped, link
-from harness.report.check.sentences import printable
 from harness.report.check.table import count, number
 from harness.report.document import plain
 from harness.report.templates import templates

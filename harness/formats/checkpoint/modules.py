@@ -59,7 +59,8 @@ def modules_text(tables: Mapping[str, Any]) -> str:
     parts += [f"no files are known: {tables['note']}"] if tables["note"] else []
     headers = ["module", "class", "parameter", "shape", "dtype", "file"]
     rows = list(_rows(modules[0], "model", below, 0))
-    return printable("\n\n".join([*parts, tabulate(rows, headers, disable_numparse=True, preserve_whitespace=True)]))
+    table = tabulate(rows, headers, disable_numparse=True, preserve_whitespace=True)
+    return printable("\n\n".join([*parts, table]), keeps_lines=True)
 
 
 def _rows(module: _Module, name: str, below: Mapping[str, Sequence[_Module]], depth: int) -> Iterator[list[str]]:

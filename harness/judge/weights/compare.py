@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from harness.engines.by_content.columns import ColumnIndex, Columns
+from harness.errors import some_of
 from harness.judge.weights.settings import different_settings
 from harness.judge.weights.sources import TensorSource
 from harness.results.weights import TensorDifference, WeightsResult
@@ -201,7 +202,7 @@ def compare_weights(first: Any, second: Any, *, before: Any = None, local_files_
     moves = [f"{pair.whole} is {pair}" for pair in pairs if str(pair) != pair.whole]
     if moves:
         what = f"the places of tensors that were found by their values under other names ({len(moves)})"
-        not_compared += (f"{what}: {', '.join(moves[:_MOST_NAMES])}{', ...' if moves[_MOST_NAMES:] else ''}",)
+        not_compared += (f"{what}: {some_of(moves, _MOST_NAMES)}",)
     tensors, moved, total = [], 0.0, 0.0
     for pair in pairs:
         difference, dot, norm = _difference(pair, one, two, old)

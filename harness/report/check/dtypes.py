@@ -6,9 +6,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from harness.errors import printable
 from harness.report.check.json import check_json
 from harness.report.check.markdown import check_markdown, escaped
-from harness.report.check.sentences import printable
 from harness.report.check.table import merge, merge_taps, number
 from harness.report.check.terminal import check_text
 from harness.report.document import SCHEMA_VERSION

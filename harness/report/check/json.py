@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.report.check.sentences import divergence_place, printable
+from harness.errors import printable
+from harness.report.check.sentences import divergence_place
 from harness.report.check.table import merge_taps, number, sum_coverage, sum_seconds, sum_tokens
 from harness.report.document import SCHEMA_VERSION, plain
 from harness.results.check import CheckResult, RunResult, TapResult

@@ -6,6 +6,7 @@ from urllib.parse import quote, urlsplit
 
 from tabulate import tabulate
 
+from harness.errors import printable
 from harness.report.check.sentences import (
     divergence_place,
     divergence_size,
@@ -14,7 +15,6 @@ from harness.report.check.sentences import (
     extent,
     facts,
     finding_lines,
-    printable,
     seen_sentence,
     source_sentence,
     subject,

@@ -2,8 +2,9 @@
 
 from tabulate import tabulate
 
+from harness.errors import printable
 from harness.report.check.dtypes import DtypeChecks
-from harness.report.check.sentences import power_sentence, printable
+from harness.report.check.sentences import power_sentence
 from harness.report.check.table import number
 from harness.results.check import CheckResult
 

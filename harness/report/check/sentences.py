@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import PurePath
 
-from harness.errors import Code, some_of
+from harness.errors import Code, printable, some_of
 from harness.report.check.table import count, merge_taps, number, sum_coverage, sum_seconds, sum_tokens
 from harness.results.check import (
     AsServed,
@@ -34,13 +34,6 @@ MAX_FINDINGS = 12
 MAX_FINDINGS_OF_A_CODE = 3
 MAX_NAMES = 8
 MAX_EXAMPLES = 2
-_BEFORE = {"evicted": "prefix_hit", "drafts_together": "drafts_accepted"}
-"""Conditions that an engine can meet where any schedule reached another one."""
-
-
-def printable(text: str) -> str:
-    """Return `text` without control characters: names in a recording may be hostile."""
-    return "".join(character if character.isprintable() else "�" for character in text)
 
 
 def model_name(model: str) -> str:
@@ -209,9 +202,8 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
     reached = [*coverage.triggers, *_extent(coverage.extent)]
     if reached:
         yield "reached", printable(", ".join(reached))
-    not_reached = [name for name in coverage.not_reached if _BEFORE.get(name) in (None, *coverage.triggers)]
-    if not_reached and result.outcome is Outcome.PASS:
-        yield "not reached", printable(", ".join(not_reached))
+    if coverage.not_reached and result.outcome is Outcome.PASS:
+        yield "not reached", printable(", ".join(coverage.not_reached))
     if (sentence := _control(result)) is not None:
         yield "control", sentence
     if result.power is not None:

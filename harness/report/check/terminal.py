@@ -11,12 +11,12 @@ from itertools import pairwise
 from tabulate import tabulate
 
 from harness import errors
+from harness.errors import printable
 from harness.report.check.sentences import (
     divergence_lines,
     extent,
     facts,
     finding_lines,
-    printable,
     seen_sentence,
     subject,
 )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from harness.errors import printable
 from harness.report.check.sentences import (
     divergence_place,
     divergence_size,
@@ -12,7 +13,6 @@ from harness.report.check.sentences import (
     extent,
     facts,
     finding_lines,
-    printable,
     seen_sentence,
     source_sentence,
     subject,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from harness.report.check.sentences import printable
+from harness.errors import printable
 from harness.report.memory import device_lines, device_name, place_row, places_by_title
 from harness.report.page.plot import Line, Plot, Scale, Tick, linear_scale, polyline
 from harness.results.memory import MemoryPlace, MemorySummary

@@ -10,7 +10,8 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
-from harness.report.check.sentences import model_name, printable
+from harness.errors import printable
+from harness.report.check.sentences import model_name
 from harness.report.check.table import count, number
 from harness.report.page.memory_view import memory_plot, num_bytes
 from harness.report.page.plot import Dot, Line, Plot, log_scale, polyline

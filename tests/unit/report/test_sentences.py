@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from harness.errors import Code
-from harness.report.check.sentences import MAX_FINDINGS, _not_judged, facts, finding_lines, printable
+from harness.errors import Code, printable
+from harness.report.check.json import check_json
+from harness.report.check.sentences import MAX_FINDINGS, _not_judged, facts, finding_lines
 from harness.report.check.table import number
 from harness.results.check import CheckResult, Coverage, Finding
 
@@ -98,4 +99,6 @@ def test_what_a_full_cache_and_drafts_need_is_said_of_all_schedules_together():
     plain = replace(sound_run(), coverage=Coverage(not_reached=both))
     for trigger, names in (("decode", None), ("prefix_hit", "evicted"), ("drafts_accepted", "drafts_together")):
         run = replace(plain, coverage=Coverage(not_reached=both, triggers=(trigger,)))
-        assert dict(facts(check(plain, run))).get("not reached") == names
+        result = check(plain, run)
+        assert dict(facts(result)).get("not reached") == names
+        assert check_json(result)["coverage"]["not_reached"] == ([names] if names else [])

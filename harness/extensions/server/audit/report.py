@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from harness.errors import printable
 from harness.extensions.server.audit.result import AuditResult, HypothesisResult
 from harness.extensions.server.report import server_headline
-from harness.report.check.sentences import printable
 from harness.report.check.table import count
 from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
 

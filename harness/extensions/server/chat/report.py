@@ -3,9 +3,10 @@
 import json
 from collections.abc import Iterator
 
+from harness.errors import printable
 from harness.extensions.server.chat.result import Difference, FunctionDifference, FunctionResult, TokensResult
 from harness.extensions.server.report import at_server, curl, not_judged
-from harness.report.check.sentences import model_name, printable
+from harness.report.check.sentences import model_name
 from harness.report.check.table import count
 from harness.report.terminal import MIN_WIDTH, VERDICTS, blocks_text, fact_lines, headline, wrapped
 

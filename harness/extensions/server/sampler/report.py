@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from harness.errors import printable
 from harness.extensions.server.report import curl, not_judged, server_headline
 from harness.extensions.server.sampler.result import SamplerResult, SettingResult
-from harness.report.check.sentences import printable
 from harness.report.check.table import count
 from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines, wrapped
 from harness.results.check import Finding
