@@ -124,6 +124,8 @@ class SamplerEvidence:
     draws: list[JudgedDraw] = field(default_factory=list)
     names: tuple[str, ...] = ()
     """Of the alternatives; known after the first draw."""
+    of_values: frozenset[str] = frozenset()
+    """Those that read a parameter of the setting otherwise: a server may do so for some of its values alone."""
     _moments: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     """[3, A - 1] float64: the fields of each alternative's `Power`."""
 
@@ -145,6 +147,7 @@ class SamplerEvidence:
         token_id = self._token(draw, p, shares)
         rivals = alternatives(self.chain, draw.settings, tuple(self.eos))
         self.names = tuple(alternative.name for alternative in rivals)
+        self.of_values = frozenset(alternative.name for alternative in rivals if alternative.is_of_value)
         q_AV = torch.stack(
             [alternative.chain.probabilities(logits, alternative.settings, draw.past) for alternative in rivals]
         )
@@ -216,6 +219,8 @@ class Alternative:
     name: str
     chain: Chain
     settings: SamplingSettings
+    is_of_value: bool = True
+    """Whether it reads a parameter that was asked for otherwise."""
 
 
 @lru_cache(maxsize=1024)
@@ -228,7 +233,7 @@ def alternatives(chain: Chain, settings: SamplingSettings, eos: tuple[int, ...])
         *_moved(chain, settings),
         *_counting_over(chain, settings),
         *_not_asked(chain, settings),
-        _with("end tokens are never drawn", chain, settings, logit_bias=masked),
+        replace(_with("end tokens are never drawn", chain, settings, logit_bias=masked), is_of_value=False),
     ]
 
 
@@ -310,4 +315,5 @@ def _not_asked(chain: Chain, settings: SamplingSettings) -> Iterator[Alternative
     default = SamplingSettings()
     for name, values in _NOT_ASKED.items():
         for value in values if getattr(settings, name) == getattr(default, name) else ():
-            yield _with(f"{name} {value:g}, which was not asked for", chain, settings, **{name: value})
+            added = _with(f"{name} {value:g}, which was not asked for", chain, settings, **{name: value})
+            yield replace(added, is_of_value=False)

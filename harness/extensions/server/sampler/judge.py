@@ -186,12 +186,30 @@ def judge_pooled(evidence: Mapping[str, SamplerEvidence], levels: Levels, *, is_
     if best is not None and totals[best] > levels.log_ratio and not is_named:
         message = f"over all settings the draws fit another chain better: {best} (e^{totals[best]:.0f} times)"
         findings.append(Finding(code=Code.SAMPLER_DIFFERS, message=message))
+    would_find = tuple(name for name, chance in chances.items() if chance >= _SURE)
+    alone = {name: dict(_hidden(name, evidence, levels)) for name in would_find}
     return Pooled(
-        would_find=tuple(name for name, chance in chances.items() if chance >= _SURE),
-        could_miss=tuple(name for name, chance in chances.items() if chance < _SURE),
-        no_change=tuple(name for name in powers if name not in chances),
+        would_find=would_find,
+        could_miss=(*(name for name in chances if name not in would_find), *_in_some(alone, has_effect=True)),
+        no_change=(*(name for name in powers if name not in chances), *_in_some(alone, has_effect=False)),
         findings=tuple(findings),
     )
+
+
+def _hidden(name: str, evidence: Mapping[str, SamplerEvidence], levels: Levels) -> Iterator[tuple[str, bool]]:
+    """Yield the settings in which an alternative is not found if it holds there alone, and whether it changes any row.
+
+    A server may read a parameter otherwise for some values alone: an engine's top_k may end at a number.
+    """
+    for setting, of_setting in evidence.items():
+        if name in of_setting.of_values and (power := of_setting.powers[name]).chance(levels.log_ratio) < _SURE:
+            yield setting, power.has_effect
+
+
+def _in_some(alone: Mapping[str, Mapping[str, bool]], *, has_effect: bool) -> Iterator[str]:
+    for name, settings in alone.items():
+        if places := [setting for setting, changes in settings.items() if changes is has_effect]:
+            yield f"{name} (in {', '.join(places)} alone)"
 
 
 def judge_independence(

@@ -82,7 +82,7 @@ class SamplerResult(ServerResult):
     would_find: tuple[str, ...]
     """Deviations that the draws find in 99 of 100 runs."""
     could_miss: tuple[str, ...]
-    """Deviations that are found less often, and do change the distribution."""
+    """Deviations that are found less often, and do change the distribution: of all settings, or of some alone."""
     no_change: tuple[str, ...] = ()
     """Deviations that change no distribution of these rows, so that nothing is known of them."""
     findings: tuple[Finding, ...] = ()

@@ -1,6 +1,7 @@
 """The tests of draws by themselves: what a sound sampler does not reach, and what each alternative is found by."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ SETTINGS = SamplingSettings(temperature=1.5, top_p=0.7, repetition_penalty=1.4)
 EOS = (3,)
 
 
-def evidence_of(chain, settings, *, seed=0, num=300, noise=0.0):
-    """Draw from a chain, and hold the draws against the chain of transformers with SETTINGS."""
+def evidence_of(chain, settings, *, asked=SETTINGS, seed=0, num=300, noise=0.0):
+    """Draw from a chain, and hold the draws against the chain of transformers with the settings that were asked for."""
     draw, evidence = random.Random(seed), SamplerEvidence(chain=Chain(), eos=EOS, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for at in range(num):
@@ -35,7 +36,7 @@ def evidence_of(chain, settings, *, seed=0, num=300, noise=0.0):
         server = logits + noise * torch.randn(24, generator=generator, dtype=torch.float64)
         p = chain.probabilities(server, settings, past)
         token_id = draw.choices(range(24), p.tolist())[0]
-        drawn = Draw(request=at // 8, step=at % 8, settings=SETTINGS, past=past, token_ids=(token_id,))
+        drawn = Draw(request=at // 8, step=at % 8, settings=asked, past=past, token_ids=(token_id,))
         evidence.add(drawn, logits, control)
     return evidence
 
@@ -69,6 +70,21 @@ def test_what_so_many_draws_find_is_found_and_what_they_may_miss_is_said():
         judgement, findings, _ = judged(evidence_of(others[name].chain, others[name].settings, seed=1, num=250))
         assert findings, name
         assert name in (judgement.follows or findings[0].message), (name, judgement.follows)
+
+
+def test_what_a_sampler_does_for_some_values_alone_is_said_where_the_draws_may_miss_it():
+    """top_k ends at 8: two of three settings are served without it, and no draw of theirs shows that."""
+    settings = {name: SamplingSettings(temperature=0.6, top_k=int(name)) for name in ("3", "18", "24")}
+    served = {name: replace(asked, top_k=asked.top_k if asked.top_k <= 8 else 0) for name, asked in settings.items()}
+    evidence = {name: evidence_of(Chain(), served[name], asked=settings[name], num=60) for name in settings}
+    levels, totals = Levels.of(evidence), total_log_ratios(evidence)
+    pooled = judge_pooled(evidence, levels, is_named=False)
+    assert not any(judge_setting(name, evidence[name], levels, totals).findings for name in settings)
+    assert not pooled.findings
+    assert "top_k ignored" in pooled.would_find
+    assert "top_k ignored (in 18 alone)" in pooled.could_miss
+    assert "top_k ignored (in 24 alone)" in pooled.no_change
+    assert not any("which was not asked for (in" in name for name in (*pooled.could_miss, *pooled.no_change))
 
 
 def test_a_draw_that_is_hidden_is_one_of_the_end_tokens():
