@@ -9,7 +9,7 @@ that nobody wrote down.
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import product
 
@@ -23,6 +23,7 @@ from harness.judge.compare.run import Comparison
 from harness.judge.explain.causes import known_mistakes
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 from harness.judge.explain.edits import likely_mistakes
+from harness.judge.explain.edits.limits import OutOfTimeError, ended_after
 from harness.judge.explain.run import Explainer
 from harness.oracle.golden import Golden
 from harness.oracle.model import HFModel
@@ -59,7 +60,7 @@ def power_of(
             until = begin + (deadline - begin) / (len(operations) - place % len(operations))
             tried = mistakes.setdefault(operation.tap, [])
             num_known = len({mistake.mistake for mistake in tried}) if of_code else None
-            with ExitStack() as part:
+            with ended_after(until - begin), ExitStack() as part:
                 explainer.hold(operation, part)
                 sound = explainer.wrong_operation(comparison.sound[operation.tap], part)
                 if sound is not None:
@@ -68,12 +69,12 @@ def power_of(
                 cut.add(operation.tap)
             elif of_code:
                 changed.add(operation.tap)
-    order = [op.tap for op in hf.graph if op.tap in mistakes]
+    order = [op.tap for op in hf.graph if mistakes.get(op.tap) or (op.tap in mistakes and op.tap not in cut)]
     return DetectionPower(
         mistakes=tuple(mistake for tap in order for mistake in mistakes[tap]),
         tried=tuple(order),
         in_part=tuple(tap for tap in order if tap in cut or tap not in changed),
-        not_tried=tuple(op.tap for op in operations if op.tap not in mistakes),
+        not_tried=tuple(op.tap for op in operations if op.tap not in order),
         not_covered=_without_sound_rows(comparison, hf),
         bit_for_bit=_sites_of(hf, [tap for tap in comparison.errors if _is_bit_for_bit(comparison, hf, tap)]),
         smallest_change=max((_largest_unseen(comparison.sound[tap]) for tap in order), default=None),
@@ -123,11 +124,12 @@ def _known(sound: WrongOperation, num_known: int | None, failures: list[str], un
     A way that changes no row is a mistake of its own: no piece of a split history ended before the last row.
     """
     ways = dict[tuple[str, bool], list[tuple[float, str]]]()
-    for hypothesis in mistakes_in(sound, num_known, failures):
-        share = _bound_share(sound, hypothesis)
-        ways.setdefault((hypothesis.cause, share < _NO_EFFECT), []).append((share, hypothesis.detail))
-        if time.perf_counter() > until:
-            break
+    with suppress(OutOfTimeError):
+        for hypothesis in mistakes_in(sound, num_known, failures):
+            share = _bound_share(sound, hypothesis)
+            ways.setdefault((hypothesis.cause, share < _NO_EFFECT), []).append((share, hypothesis.detail))
+            if time.perf_counter() > until:
+                break
     for (cause, has_no_effect), made in ways.items():
         share, detail = made[0] if has_no_effect else min(made)
         is_seen, is_one_way = share > 1, has_no_effect and (cause, False) in ways

@@ -1,7 +1,9 @@
 """Limits of a trial: a changed program may compute far more than the right one, or without an end."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -83,6 +85,31 @@ class Meter(TorchFunctionMode):
         if self.num_bytes + made > self._max_bytes:
             raise TooMuchError
         self.num_bytes += made if is_kept else 0
+
+
+class OutOfTimeError(BaseException):
+    """Ends what is computed; no handler in it is to catch this."""
+
+
+class _Deadline(TorchFunctionMode):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._end = time.perf_counter() + seconds
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if time.perf_counter() > self._end:
+            self._end = math.inf  # what the block has changed is put back by functions of torch
+            raise OutOfTimeError
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """End the block in the first function of torch that it calls after so many seconds, with OutOfTimeError inside."""
+    with suppress(OutOfTimeError), _Deadline(seconds):
+        yield
 
 
 def _on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """The power of a pass: a mistake that sound rows say would be seen is seen when it is planted, and no other is."""
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -13,6 +14,7 @@ import harness
 from harness.judge.compare import local
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.judge.explain import power
+from harness.judge.explain.core.wrong_operation import Hypothesis
 from harness.judge.explain.run import Explainer
 from harness.judge.jobs import check
 from harness.report.check.sentences import power_sentence
@@ -196,6 +198,29 @@ def test_what_there_was_no_time_for_is_said_behind_the_count(sound, monkeypatch)
     assert rest.startswith(f"there was no time for {len(result.not_tried)} operations (model.")
     assert in_part == f"not all mistakes tried in {len(result.tried)} of the {len(result.tried)}, for want of time"
     assert power.power_of(*inputs, budget_s=1e9).in_part == ()
+
+
+def test_one_mistake_takes_no_more_than_the_time_of_its_operation(sound, monkeypatch):
+    """What is computed of a wide product may take longer than all that there is time for."""
+    _, inputs = sound()
+    ended = []
+
+    def wide(wrong):
+        yield Hypothesis(cause="all are zero", output=torch.zeros_like(wrong.expected))
+        weight = torch.zeros(8)
+        try:
+            while True:
+                weight = weight + 1
+        finally:
+            ended.append(float(weight.sum()))
+
+    monkeypatch.setattr(power, "known_mistakes", lambda kind: (wide,))
+    begin = time.perf_counter()
+    result = power.power_of(*inputs, budget_s=3)
+    assert time.perf_counter() - begin < 6
+    assert result.in_part == result.tried
+    assert len(ended) >= len(result.tried) > 15
+    assert {mistake.mistake for mistake in result.mistakes} == {"all are zero"}
 
 
 def test_a_mismatch_has_no_power(sound, tmp_path):
