@@ -14,10 +14,10 @@ DEFAULT_CHUNK_SIZE = 7
 """Tokens per chunk: no divisor of any usual block size, so that chunks end inside blocks."""
 
 Trigger = Literal[
-    "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "shared_prefix",
-    "reordered", "paused", "uneven_end", "block_boundary", "new_block", "prefix_hit", "partial_hit", "evicted",
-    "forked", "preempted", "rewound", "drafts_accepted", "drafts_together", "gqa", "window_exceeded",
-    "rope_extended", "near_tie",
+    "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "equal_lengths",
+    "shared_prefix", "repeated_token", "reordered", "paused", "uneven_end", "block_boundary", "new_block",
+    "prefix_hit", "partial_hit", "evicted", "forked", "preempted", "rewound", "drafts_accepted", "drafts_together",
+    "gqa", "window_exceeded", "rope_extended", "near_tie",
 ]  # fmt: skip
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 """Conditions that a workload can be required to reach."""

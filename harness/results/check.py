@@ -321,8 +321,10 @@ class Extent:
 
     steps: Annotated[int | None, LARGEST] = None
     """Most steps of one schedule."""
-    tokens_at_once: Annotated[int | None, LARGEST] = None
-    """Most tokens in one step."""
+    step_sizes: Annotated[tuple[int, ...], UNION] = ()
+    """Numbers of tokens of the steps."""
+    requests: Annotated[int | None, LARGEST] = None
+    """Most requests of one schedule."""
     shortest_prompt: Annotated[int | None, SMALLEST] = None
     """Tokens of the shortest prompt."""
     requests_at_once: Annotated[int | None, LARGEST] = None
@@ -333,6 +335,10 @@ class Extent:
     """Different token ids that were computed."""
     chunks: Annotated[tuple[int, ...], UNION] = ()
     """Numbers of tokens of a prompt that a step computed, other than to its end."""
+    most_chunks: Annotated[int | None, LARGEST] = None
+    """Most steps that computed one prompt."""
+    longest_pause: Annotated[int | None, LARGEST] = None
+    """Most steps of others that a request sat out between two of its own."""
     taken_back: Annotated[int | None, LARGEST] = None
     """Most tokens of a request that were given up at once: rejected drafts, or a continuation that was taken back."""
     all_positions: Annotated[int | None, LARGEST] = None

@@ -1,6 +1,7 @@
 """Triggers: conditions that a workload must reach, so that a check of it covers them."""
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,7 @@ class _Seen:
     ends: Mapping[int, int]
     """The last position of each request that any step computes."""
     prefixes: Prefixes
+    token_ids: Mapping[int, Sequence[int]]
     computed: dict[int, set[int]] = field(default_factory=dict)
     """Positions computed so far, by request."""
     drafts: dict[int, int] = field(default_factory=dict)
@@ -102,6 +104,7 @@ def reached_triggers(recording: Recording, traits: Traits | None = None) -> tupl
         {request.id: request.prompt_length for request in requests},
         ends,
         Prefixes(requests),
+        {request.id: request.token_ids for request in requests},
         drafts={request.id: request.draft_of for request in requests if request.draft_of is not None},
     )
     reached = {name for step in recording.steps for name in _of_step(step, seen)}
@@ -167,6 +170,9 @@ def _of_step(step: Step, seen: _Seen) -> Iterator[str]:
     yield from _of_steps(present, seen)
     for request in present:
         positions = step.position[step.request == request]
+        there, ids = set(positions.tolist()), seen.token_ids[request]
+        if any(at + 1 in there and ids[at] == ids[at + 1] for at in there):
+            yield "repeated_token"
         yield from _of_request(request, positions, step, seen)
     for draft in drafts:
         seen.given_up[seen.drafts[draft]] = int(step.position[step.request == draft].max()) + 1
@@ -181,6 +187,9 @@ def _of_batch(present: Sequence[int], step: Step, seen: _Seen) -> Iterator[str]:
     prefixes = {seen.prefixes.at(request, int(positions[request].max())) for request in present}
     if len(prefixes) < len(present):
         yield "equal_requests"
+    lengths = [len(of_request) for of_request in positions.values() if len(of_request) > 1]
+    if len(set(lengths)) < len(lengths):
+        yield "equal_lengths"
     if len({seen.prefixes.at(request, min(1, int(positions[request].max()))) for request in present}) < len(prefixes):
         yield "shared_prefix"
     if [request for request in dict.fromkeys(step.request.tolist()) if request in positions] != sorted(positions):
@@ -263,21 +272,28 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
     prompt_lengths = {request.id: request.prompt_length for request in recording.manifest.requests}
     requests = {request.id: request.token_ids for request in recording.manifest.requests}
     last, chunks = _last_positions(recording), set[int]()
+    num_chunks, latest, longest_pause = Counter[int](), dict[int, int](), 0
     drafts = [request for request in recording.manifest.requests if request.draft_of is not None]
-    for step in steps:
+    for at, step in enumerate(steps):
         for request in step.request.unique().tolist():
             positions = step.position[step.request == request]
+            num_chunks[request] += int(positions.min()) < prompt_lengths[request]
+            longest_pause = max(longest_pause, at - latest.get(request, at - 1) - 1)
+            latest[request] = at
             if int(positions.max()) < prompt_lengths[request] - 1:
                 chunks.add(len(positions))
     ids = {token for request, position in last.items() for token in requests[request][: position + 1]}
     return Extent(
         steps=len(steps),
-        tokens_at_once=max((len(step.position) for step in steps), default=0),
+        step_sizes=tuple(sorted({len(step.position) for step in steps})),
+        requests=len(latest.keys() - {draft.id for draft in drafts}),
         shortest_prompt=min((request.prompt_length for request in recording.manifest.requests), default=0),
         requests_at_once=max((len(step.request.unique()) for step in steps), default=0),
         positions=max(last.values(), default=-1) + 1,
         token_ids=len(ids),
         chunks=tuple(sorted(chunks)),
+        most_chunks=max(num_chunks.values(), default=0),
+        longest_pause=longest_pause,
         taken_back=max((last.get(draft.id, -1) + 1 - draft.prompt_length for draft in drafts), default=0),
         all_positions=None if traits is None else traits.num_positions,
         all_token_ids=None if traits is None else traits.vocab_size,
@@ -285,8 +301,9 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
 
 
 _OF_ANY_ENGINE = (
-    "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "shared_prefix", "reordered",
-    "paused", "uneven_end", "prefix_hit", "partial_hit", "evicted", "preempted", "drafts_together",
+    "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "equal_lengths",
+    "shared_prefix", "repeated_token", "reordered", "paused", "uneven_end", "prefix_hit", "partial_hit", "evicted",
+    "preempted", "drafts_together",
 )  # fmt: skip
 _MESSAGES: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
@@ -295,6 +312,8 @@ _MESSAGES: Mapping[str, str] = {
     "ragged_batch": "no step held requests of different lengths (give prompts of different lengths)",
     "mixed_batch": "no step held a prompt's rows beside a request in decode (use the schedule mixed)",
     "equal_requests": "no step held two requests of the same tokens (give a prompt twice, under the schedule batched)",
+    "equal_lengths": "no step computed as many tokens of one prompt as of another (give prompts of equal lengths)",
+    "repeated_token": "no step computed a token that equals the one before it (repeat a token in a prompt)",
     "shared_prefix": "no step held two requests whose first two tokens alone are the same (give such prompts)",
     "reordered": "no step held its requests in another order than that in which they came",
     "paused": "no request sat out a step of others between two of its own (use the schedule preempted)",

@@ -370,11 +370,14 @@ def _coverage(coverage: Coverage) -> str:
 def _extent(extent: Extent) -> Iterator[str]:
     """Yield how many requests, positions and token ids were reached."""
     if extent.requests_at_once:
-        most = f"{count(extent.requests_at_once, 'request')} and {count(extent.tokens_at_once or 0, 'token')}"
-        yield f"at most {most} in a step and {count(extent.steps or 0, 'step')} in a schedule"
+        whole = f"{count(extent.requests or 0, 'request')} and {count(extent.steps or 0, 'step')} in a schedule"
+        yield f"at most {count(extent.requests_at_once, 'request')} in a step, {whole}"
+        yield f"steps of {_sizes(extent.step_sizes)} tokens"
         yield f"prompts of at least {count(extent.shortest_prompt or 0, 'token')}"
     if extent.chunks:
-        yield f"chunks of {_names([f'{size:,}' for size in sorted(extent.chunks)])} tokens"
+        yield f"chunks of {_sizes(extent.chunks)} tokens, at most {extent.most_chunks or 0:,} of a prompt"
+    if extent.longest_pause:
+        yield f"pauses of at most {count(extent.longest_pause, 'step')}"
     if extent.taken_back:
         yield f"at most {count(extent.taken_back, 'token')} taken back at once"
     for number_of, whole, what in (
@@ -383,6 +386,12 @@ def _extent(extent: Extent) -> Iterator[str]:
     ):
         if number_of:
             yield count(number_of, what) if whole is None else f"{number_of:,} of {count(whole, what)}"
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """Return some sizes, the largest among them."""
+    largest = f" up to {max(sizes):,}" if len(sizes) > MAX_NAMES else ""
+    return _names([f"{size:,}" for size in sorted(sizes)]) + largest
 
 
 def _not_judged(coverage: Coverage) -> str:

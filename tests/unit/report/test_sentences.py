@@ -9,7 +9,7 @@ from harness.errors import Code, printable
 from harness.report.check.json import check_json
 from harness.report.check.sentences import MAX_FINDINGS, _not_judged, facts, finding_lines
 from harness.report.check.table import number
-from harness.results.check import CheckResult, Coverage, Finding
+from harness.results.check import CheckResult, Coverage, Extent, Finding
 
 from .examples import build, check, sound_run
 
@@ -91,6 +91,21 @@ def test_facts_end_with_the_timings():
 )  # fmt: skip
 def test_what_was_not_judged_is_said(coverage: Coverage, words: str) -> None:
     assert _not_judged(coverage) == words
+
+
+def test_how_much_a_workload_had_is_said_with_the_largest_of_many_sizes():
+    extents = [
+        Extent(
+            requests_at_once=3, requests=3, steps=22, step_sizes=(1, 7), shortest_prompt=9, chunks=(7,), most_chunks=2
+        ),
+        Extent(requests_at_once=1, requests=6, steps=9, step_sizes=tuple(range(3, 12)), longest_pause=4),
+    ]
+    runs = [replace(sound_run(), coverage=Coverage(extent=extent)) for extent in extents]
+    assert dict(facts(check(*runs)))["reached"] == (
+        "at most 3 requests in a step, 6 requests and 22 steps in a schedule, steps of 1, 3, 4, 5, 6, 7, 8, 9 and 2 more "
+        "up to 11 tokens, prompts of at least 9 tokens, chunks of 7 tokens, at most 2 of a prompt, "
+        "pauses of at most 4 steps"
+    )
 
 
 def test_what_a_full_cache_and_drafts_need_is_said_of_all_schedules_together():

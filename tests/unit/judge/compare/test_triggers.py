@@ -1,6 +1,7 @@
 """Conditions of the model and of the workload that a case can require."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -60,7 +61,9 @@ def test_what_was_not_reached_is_what_this_model_and_engine_can_meet():
     of_any_engine |= {
         "mixed_batch",
         "equal_requests",
+        "equal_lengths",
         "shared_prefix",
+        "repeated_token",
         "reordered",
         "paused",
         "uneven_end",
@@ -118,6 +121,8 @@ def test_lengths_are_read_from_the_configuration(settings, lengths, original):
 def test_sizes_of_chunks_are_kept():
     chunked = [step(0, [0] * 3, range(3)), step(1, [0], [3]), step(2, [1] * 2, range(2)), step(3, [1] * 2, [2, 3])]
     assert extent(recording(*chunked), PLAIN).chunks == (2, 3)
+    assert extent(recording(*chunked), PLAIN).most_chunks == 2
+    assert extent(recording(*chunked, step(4, [0], [4])), PLAIN).longest_pause == 2
     assert extent(recording(step(0, [0] * 4, range(4))), PLAIN).chunks == ()
 
 
@@ -167,6 +172,8 @@ def test_what_an_earlier_request_found_in_the_cache_is_computed_again():
 def test_what_requests_of_a_step_are_to_each_other():
     assert "shared_prefix" in reached_triggers(recording(step(0, [0, 1], [3, 2])))
     assert "shared_prefix" not in reached_triggers(recording(step(0, [0, 1], [3, 3])))
+    assert "equal_lengths" in reached_triggers(recording(step(0, [0, 0, 1, 1], [0, 1, 0, 1])))
+    assert "equal_lengths" not in reached_triggers(recording(step(0, [0, 1], [3, 3])))
     assert "reordered" in reached_triggers(recording(step(0, [1, 0], [3, 2])))
     assert "reordered" not in reached_triggers(recording(step(0, [0, 0, 1], [3, 4, 2])))
 
@@ -177,7 +184,8 @@ def test_how_much_a_workload_had():
     reached = extent(recording(*steps), traits)
     assert (reached.requests_at_once, reached.positions, reached.token_ids) == (2, 5, 5)
     assert (reached.all_positions, reached.all_token_ids) == (64, 256)
-    assert (reached.steps, reached.tokens_at_once, reached.shortest_prompt) == (2, 4, 4)
+    assert (reached.steps, reached.step_sizes, reached.shortest_prompt) == (2, (2, 4), 4)
+    assert (reached.requests, reached.most_chunks, reached.longest_pause) == (2, 1, 0)
     assert extent(recording(), None).positions == 0
 
 
@@ -307,6 +315,11 @@ def by_definition(steps, requests):
             reached.add("mixed_batch")
         if len(set(prefixes)) < len(prefixes):
             reached.add("equal_requests")
+        numbers = [number for number in Counter(of for of, _ in rows).values() if number > 1]
+        if len(set(numbers)) < len(numbers):
+            reached.add("equal_lengths")
+        if any((of, at + 1) in rows and requests[of][0][at] == requests[of][0][at + 1] for of, at in rows):
+            reached.add("repeated_token")
         if any(one[:2] == two[:2] and one != two for one in prefixes for two in prefixes):
             reached.add("shared_prefix")
         if list(dict.fromkeys(of for of, _ in rows)) != list(present):
