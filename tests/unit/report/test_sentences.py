@@ -102,8 +102,8 @@ def test_how_much_a_workload_had_is_said_with_the_largest_of_many_sizes():
     ]
     runs = [replace(sound_run(), coverage=Coverage(extent=extent)) for extent in extents]
     assert dict(facts(check(*runs)))["reached"] == (
-        "at most 3 requests in a step, 6 requests and 22 steps in a schedule, steps of 1, 3, 4, 5, 6, 7, 8, 9 and 2 more "
-        "up to 11 tokens, prompts of at least 9 tokens, chunks of 7 tokens, at most 2 of a prompt, "
+        "at most 3 requests in a step, 6 requests and 22 steps in a schedule, steps of 1, 3, 4, 5, 6, 7, 8, 9 and 2 "
+        "more up to 11 tokens, prompts of at least 9 tokens, chunks of 7 tokens, at most 2 of a prompt, "
         "pauses of at most 4 steps"
     )
 
