@@ -380,6 +380,8 @@ class Coverage:
     extent: Annotated[Extent, MERGED] = Extent()
     states_left_out: Annotated[tuple[str, ...], UNION] = ()
     """Positions after which a state was read back and not judged: the truth would need to run too many tokens."""
+    steps_mislabelled: Annotated[int, TOTAL] = 0
+    """Steps whose phase is decode and that compute several tokens of a prompt."""
     rows_ambiguous: Annotated[int, TOTAL] = 0
     """Rows that could not be told from others, by their token ids and the order of requests; none of their taps was
     judged."""

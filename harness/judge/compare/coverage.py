@@ -13,7 +13,14 @@ from harness.errors import Code, some_of
 from harness.formats.recording import Recording
 from harness.formats.taps import Graph, Kind
 from harness.judge.compare.align import Locator, Prefixes, all_rows, is_readback
-from harness.judge.compare.triggers import Traits, extent, not_reached, reached_triggers, unreached_triggers
+from harness.judge.compare.triggers import (
+    Traits,
+    extent,
+    mislabelled_steps,
+    not_reached,
+    reached_triggers,
+    unreached_triggers,
+)
 from harness.oracle.model import HFModel
 from harness.results.check import Coverage, Finding
 
@@ -143,6 +150,7 @@ def check_coverage(
         triggers=reached,
         not_reached=unreached_triggers(locator.recording, reached, traits),
         extent=extent(locator.recording, traits),
+        steps_mislabelled=mislabelled_steps(locator.recording),
         rows_ambiguous=int(locator.ambiguous.sum()),
     )
     return coverage, findings

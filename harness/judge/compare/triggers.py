@@ -266,6 +266,20 @@ def _is_decode(step: Step, request: int, positions: torch.Tensor, prompt_length:
     return is_one and int(made.min()) >= prompt_length
 
 
+def mislabelled_steps(recording: Recording) -> int:
+    """Return how many steps are labelled decode and compute several tokens of a prompt."""
+    prompt_lengths = {request.id: request.prompt_length for request in recording.manifest.requests}
+    num_mislabelled = 0
+    for step in (step for step in recording.steps if step.phase == "decode"):
+        of_prompts = Counter(
+            request
+            for request, position in zip(step.request.tolist(), step.position.tolist(), strict=True)
+            if position < prompt_lengths[request]
+        )
+        num_mislabelled += max(of_prompts.values(), default=0) > 1
+    return num_mislabelled
+
+
 def extent(recording: Recording, traits: Traits | None) -> Extent:
     """Return how many requests, positions and token ids the workload had, and how many the model has."""
     steps = [step for step in recording.steps if not is_readback(step) and len(step.position)]

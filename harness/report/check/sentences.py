@@ -332,6 +332,7 @@ def _acceptance(steps: Sequence[VerifiedStep]) -> str:
         expected = truth_range if first.truth_least < first.truth_most else str(first.truth_most)
         where = f"request {first.request}, position {first.position}, step {first.step}"
         parts.append(f"another number in {count(len(wrong), 'step')}: {first.num_accepted} for {expected} at {where}")
+    parts.append("by greedy choices; an engine's own rule of acceptance is not asked")
     return "; ".join(parts)
 
 
@@ -364,14 +365,17 @@ def _coverage(coverage: Coverage) -> str:
     missing = f", {coverage.missing:,} missing" if coverage.missing else ""
     names = f": {_names(coverage.missing_taps)}" if coverage.missing_taps else ""
     seen = coverage.rows_seen_before
-    return f"{total}{missing}{names}{f'; {seen:,} rows as in an earlier schedule, judged there' if seen else ''}"
+    seen_before = f"; {seen:,} rows as in an earlier schedule, judged there" if seen else ""
+    steps = count(coverage.steps_mislabelled, "step")
+    label = f"; {steps} labelled decode, with tokens of a prompt" if coverage.steps_mislabelled else ""
+    return f"{total}{missing}{names}{seen_before}{label}"
 
 
 def _extent(extent: Extent) -> Iterator[str]:
     """Yield how many requests, positions and token ids were reached."""
     if extent.requests_at_once:
-        whole = f"{count(extent.requests or 0, 'request')} and {count(extent.steps or 0, 'step')} in a schedule"
-        yield f"at most {count(extent.requests_at_once, 'request')} in a step, {whole}"
+        of_all = f"{count(extent.requests or 0, 'request')} and {count(extent.steps or 0, 'step')} in a schedule"
+        yield f"at most {count(extent.requests_at_once, 'request')} in a step, {of_all}"
         yield f"steps of {_sizes(extent.step_sizes)} tokens"
         yield f"prompts of at least {count(extent.shortest_prompt or 0, 'token')}"
     if extent.chunks:

@@ -38,7 +38,7 @@ def test_the_keys_are_the_promised_ones(result: CheckResult):
         "expected", "recorded", "missing", "missing_taps", "not_offered", "triggers", "only_through", "not_judged",
         "judged_compute", "judged_compute_of_rows", "states_left_out", "rows_ambiguous", "rows_not_judged",
         "taps_partly_judged", "rows_seen_before", "rows_left_out", "least_rows_found", "not_reached",
-        "experts_not_chosen", "extent",
+        "experts_not_chosen", "extent", "steps_mislabelled",
     }  # fmt: skip
     assert set(document["timings_s"]) == {"golden", "engine", "compare"}
     assert document["first_divergence"] is None or set(document["first_divergence"]) == DIVERGENCE_KEYS

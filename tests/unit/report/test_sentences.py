@@ -108,6 +108,12 @@ def test_how_much_a_workload_had_is_said_with_the_largest_of_many_sizes():
     )
 
 
+def test_steps_with_another_label_than_their_rows_are_said():
+    run = replace(sound_run(), coverage=Coverage(expected=8, recorded=8, steps_mislabelled=1))
+    words = "8 of 8 rows of taps recorded; 1 step labelled decode, with tokens of a prompt"
+    assert dict(facts(check(run)))["coverage"] == words
+
+
 def test_what_a_full_cache_and_drafts_need_is_said_of_all_schedules_together():
     """A schedule without them does not hide what the others did not reach."""
     both = ("evicted", "drafts_together")

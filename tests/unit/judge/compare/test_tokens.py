@@ -284,7 +284,8 @@ def test_a_run_is_reported_by_step(checked):
     assert all(step.num_accepted == step.truth_least == step.truth_most for step in run.acceptance)
     said = dict(facts(checked))["acceptance"]
     accepted, drafts = (sum(getattr(item, name) for item in run.acceptance) for name in ("num_accepted", "num_drafts"))
-    assert said == f"{accepted} of {drafts} drafts in {len(run.acceptance)} steps, by HF's logits {accepted}"
+    numbers = f"{accepted} of {drafts} drafts in {len(run.acceptance)} steps, by HF's logits {accepted}"
+    assert said == f"{numbers}; by greedy choices; an engine's own rule of acceptance is not asked"
 
 
 def test_the_report_names_steps_that_accept_another_number(checked):
@@ -293,5 +294,6 @@ def test_the_report_names_steps_that_accept_another_number(checked):
     said = dict(facts(replace(checked, runs=(replace(run, acceptance=(first,)),))))["acceptance"]
     assert said == (
         f"1 of {first.num_drafts} drafts in 1 step, by HF's logits 2 to 3 (ties within rounding); another number in 1 "
-        f"step: 1 for 2 to 3 at request 0, position {first.position}, step {first.step}"
+        f"step: 1 for 2 to 3 at request 0, position {first.position}, step {first.step}; "
+        "by greedy choices; an engine's own rule of acceptance is not asked"
     )

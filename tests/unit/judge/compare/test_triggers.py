@@ -10,7 +10,7 @@ import torch
 
 from harness.errors import Code
 from harness.formats.recording.manifest import RequestInfo
-from harness.judge.compare.triggers import Traits, extent, reached_triggers, unreached_triggers
+from harness.judge.compare.triggers import Traits, extent, mislabelled_steps, reached_triggers, unreached_triggers
 from harness.oracle.model import load_model
 
 from ...tiny_models import WINDOW
@@ -124,6 +124,14 @@ def test_sizes_of_chunks_are_kept():
     assert extent(recording(*chunked), PLAIN).most_chunks == 2
     assert extent(recording(*chunked, step(4, [0], [4])), PLAIN).longest_pause == 2
     assert extent(recording(step(0, [0] * 4, range(4))), PLAIN).chunks == ()
+
+
+def test_steps_that_are_labelled_decode_and_compute_a_prompt_are_counted():
+    steps = [
+        step(at, *rows, phase="decode") for at, rows in enumerate((([0] * 4, range(4)), ([1], [3]), ([0, 0], [4, 5])))
+    ]
+    assert mislabelled_steps(recording(*steps)) == 1
+    assert mislabelled_steps(recording(step(0, [0] * 4, range(4), phase="prefill"))) == 0
 
 
 def test_a_ragged_batch_holds_requests_of_different_lengths():
