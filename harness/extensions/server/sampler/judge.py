@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from harness.errors import Code
+from harness.errors import Code, some_of
 from harness.extensions.server.sampler.evidence import JudgedDraw, Power, SamplerEvidence
 from harness.results.check import Finding
 
@@ -26,6 +26,8 @@ _ORDERS = 2
 _SHARED = 0.9
 """Share of neighbouring draws that the alternative gives one random number: rounding may part some."""
 _AS_ASKED = "as asked"
+_MOST_PLACES = 3
+"""Settings that are named of those in which a mistake alone may be missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ def _hidden(name: str, evidence: Mapping[str, SamplerEvidence], levels: Levels) 
 def _in_some(alone: Mapping[str, Mapping[str, bool]], *, has_effect: bool) -> Iterator[str]:
     for name, settings in alone.items():
         if places := [setting for setting, changes in settings.items() if changes is has_effect]:
-            yield f"{name} (in {', '.join(places)} alone)"
+            yield f"{name} (in {some_of(places, _MOST_PLACES)} alone)"
 
 
 def judge_independence(
