@@ -10,8 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -49,37 +48,102 @@ def power_of(
             that are written down before changes of HF's code, which take the most time. An operation may take an even
             share of what is left.
     """
-    deadline, failures, operations = time.perf_counter() + budget_s, list[str](), _in_turns(comparison, hf)
-    mistakes, cut, changed = dict[str, list[KnownMistake]](), set[str](), set[str]()
+    operations = _in_turns(comparison, hf)
     with torch.no_grad(), ExitStack() as stack:
-        explainer = Explainer(comparison, recording, expected, hf, stack)
-        for place, (of_code, operation) in enumerate(product((False, True), operations)):
-            begin = time.perf_counter()
-            if begin > deadline:
-                break
-            until = begin + (deadline - begin) / (len(operations) - place % len(operations))
-            tried = mistakes.setdefault(operation.tap, [])
-            num_known = len({mistake.mistake for mistake in tried}) if of_code else None
-            with ended_after(until - begin), ExitStack() as part:
-                explainer.hold(operation, part)
-                sound = explainer.wrong_operation(comparison.sound[operation.tap], part)
-                if sound is not None:
-                    tried += _known(sound, num_known, failures, until)
-            if time.perf_counter() > until:
-                cut.add(operation.tap)
-            elif of_code:
-                changed.add(operation.tap)
+        search = _Search(Explainer(comparison, recording, expected, hf, stack), time.perf_counter() + budget_s)
+        stack.callback(search.held.close)
+        for of_code in (False, True):
+            search.try_all(operations, of_code=of_code)
+    mistakes, cut = search.mistakes, search.cut
     order = [op.tap for op in hf.graph if mistakes.get(op.tap) or (op.tap in mistakes and op.tap not in cut)]
     return DetectionPower(
         mistakes=tuple(mistake for tap in order for mistake in mistakes[tap]),
         tried=tuple(order),
-        in_part=tuple(tap for tap in order if tap in cut or tap not in changed),
+        in_part=tuple(tap for tap in order if tap in cut or tap not in search.changed),
         not_tried=tuple(op.tap for op in operations if op.tap not in order),
         not_covered=_without_sound_rows(comparison, hf),
         bit_for_bit=_sites_of(hf, [tap for tap in comparison.errors if _is_bit_for_bit(comparison, hf, tap)]),
         smallest_change=max((_largest_unseen(comparison.sound[tap]) for tap in order), default=None),
-        failures=tuple(failures),
+        failures=tuple(search.failures),
     )
+
+
+@dataclass(slots=True)
+class _Search:
+    """The mistakes that were made of sound rows so far, in the time that there is."""
+
+    explainer: Explainer
+    deadline: float
+    mistakes: dict[str, list[KnownMistake]] = field(default_factory=dict)
+    cut: set[str] = field(default_factory=set)
+    """Taps of which not all was tried that there was to try."""
+    changed: set[str] = field(default_factory=set)
+    """Taps of which all changes of code were tried."""
+    failures: list[str] = field(default_factory=list)
+    held: ExitStack = field(default_factory=ExitStack)
+    """Holds the part of the model that is tried, for one operation after the other."""
+    part: str | None = None
+
+    def try_all(self, operations: Sequence[Operation], *, of_code: bool) -> None:
+        """Try the operations, each for an even share of the time that is left.
+
+        Where that is too short for one mistake of a product, it is too short for larger ones: they come last, each with
+        all the time that is left then. Changes of the code around them are left out.
+        """
+        sizes = {operation.tap: self._size(operation, of_code) for operation in operations}
+        too_large, later = float("inf"), list[Operation]()
+        for place, operation in enumerate(operations):
+            begin, size = time.perf_counter(), sizes[operation.tap]
+            if size >= too_large:
+                later.append(operation)
+                continue
+            left = sum(sizes[item.tap] < too_large for item in operations[place:])
+            if not self._try(operation, begin, begin + (self.deadline - begin) / left, of_code=of_code) and size:
+                too_large = size
+                later.append(operation)
+        for operation in () if of_code else sorted(later, key=lambda item: sizes[item.tap]):
+            self._try(operation, time.perf_counter(), self.deadline, of_code=False)
+        self.cut |= {operation.tap for operation in later if of_code}
+
+    def _try(self, operation: Operation, begin: float, until: float, *, of_code: bool) -> bool:
+        """Try an operation for some time, and return whether that was enough for anything."""
+        if begin > self.deadline:
+            return True
+        known = self.mistakes.setdefault(operation.tap, [])
+        num_known = len(known)
+        self._hold(operation)
+        with ended_after(until - begin), ExitStack() as stack:
+            evidence = self.explainer.comparison.sound[operation.tap]
+            if (sound := self.explainer.wrong_operation(evidence, stack)) is not None:
+                names = len({mistake.mistake for mistake in known}) if of_code else None
+                known += _known(sound, names, self.failures, until)
+        is_cut = time.perf_counter() > until
+        if is_cut:
+            self.cut.add(operation.tap)
+        elif of_code:
+            self.changed.add(operation.tap)
+        else:
+            self.cut.discard(operation.tap)
+        return not is_cut or len(known) > num_known
+
+    def _size(self, operation: Operation, of_code: bool) -> int:
+        """Return the elements of what a mistake is computed with: the weight of a product, or the part around it."""
+        hf = self.explainer.hf
+        if operation.module not in self.explainer.modules:
+            return 0
+        if of_code:
+            return sum(parameter.numel() for parameter in hf.module(hf.part_of(operation.module)).parameters())
+        weight = getattr(hf.module(operation.module), "weight", None)
+        return weight.numel() if operation.kind is Kind.LINEAR and isinstance(weight, torch.Tensor) else 0
+
+    def _hold(self, operation: Operation) -> None:
+        if operation.is_kept or operation.module not in self.explainer.modules:
+            return
+        if (part := self.explainer.hf.part_of(operation.module)) != self.part:
+            self.held.close()
+            self.part = None
+            self.explainer.hold(operation, self.held)
+            self.part = part
 
 
 def _in_turns(comparison: Comparison, hf: HFModel) -> list[Operation]:

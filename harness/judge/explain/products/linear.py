@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import torch
 
@@ -63,10 +64,11 @@ def outputs_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     Causes: the rows of the stacked weight are in the wrong order: ...; the rows of the weight are in another order; the
     outputs are those of *module*.
     """
-    pool, names = _pool(wrong)
     actual = wrong.actual
-    if max(pool.shape[1], actual.shape[1]) > _MAX_MATCHED or len(actual) < 2:
+    width = wrong.expected.shape[1] + sum(prod(operation.shape) for operation in wrong.siblings())
+    if max(width, actual.shape[1]) > _MAX_MATCHED or len(actual) < 2:
         return
+    pool, names = _pool(wrong)
     # One row alone could be matched by chance; over several, only the true source is near in all of them.
     distance = torch.cdist(actual.T.contiguous(), pool.T.contiguous())
     source = distance.argmin(dim=1)
