@@ -34,6 +34,11 @@ MAX_FINDINGS = 12
 MAX_FINDINGS_OF_A_CODE = 3
 MAX_NAMES = 8
 MAX_EXAMPLES = 2
+NOT_ASKED = (
+    "whether requests are right that have the id or the memory of an ended one, with more threads or on another "
+    "machine, and with values larger than those of these rows"
+)
+"""What no schedule of a check does on purpose."""
 
 
 def model_name(model: str) -> str:
@@ -216,6 +221,7 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
         yield "not offered", _not_offered(coverage, result.seen)
     if result.outcome is Outcome.PASS:
         yield "not judged", _not_judged(coverage)
+        yield "not asked", NOT_ASKED
     for note in result.notes:
         yield "note", printable(note)
     timings = _timings(result.golden_s, runs)

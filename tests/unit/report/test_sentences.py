@@ -73,6 +73,7 @@ def test_facts_end_with_the_timings():
         "timings": "golden 2.31 s, engine 1.10 s, compare 3.02 s",
     }
     assert [label for label, _ in facts(build("pass"))][-1] == "timings"
+    assert "the id or the memory of an ended one" in dict(facts(build("pass")))["not asked"]
 
 
 @pytest.mark.parametrize(
