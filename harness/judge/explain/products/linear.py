@@ -69,6 +69,8 @@ def outputs_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
     if max(width, actual.shape[1]) > _MAX_MATCHED or len(actual) < 2:
         return
     pool, names = _pool(wrong)
+    if pool.shape[1] > _MAX_MATCHED:  # a shape may not be known
+        return
     # One row alone could be matched by chance; over several, only the true source is near in all of them.
     distance = torch.cdist(actual.T.contiguous(), pool.T.contiguous())
     source = distance.argmin(dim=1)
