@@ -6,6 +6,7 @@ Nothing here imports torch.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import combinations
 from typing import Annotated, ClassVar, Self
 
 from harness.errors import Code
@@ -341,20 +342,29 @@ class Extent:
     """Most steps of others that a request sat out between two of its own."""
     taken_back: Annotated[int | None, LARGEST] = None
     """Most tokens of a request that were given up at once: rejected drafts, or a continuation that was taken back."""
+    most_hits: Annotated[int | None, LARGEST] = None
+    """Most requests that found one beginning in the cache."""
     all_positions: Annotated[int | None, LARGEST] = None
     """Positions that the model has; None where its configuration does not say."""
     all_token_ids: Annotated[int | None, LARGEST] = None
     """Token ids that the model has."""
 
 
-_AFTER = {"evicted": "prefix_hit", "drafts_together": "drafts_accepted"}
+_AFTER = {"evicted": "prefix_hit", "forked": "prefix_hit", "drafts_together": "drafts_accepted"}
 """Conditions that an engine can meet where any schedule reached another one."""
 
 
+_MEET = ("chunked_prefill", "batch", "prefix_hit", "forked", "preempted", "rewound")
+"""Conditions that a schedule is made for, and that a server meets together."""
+
+
 def _not_reached(parts: "Sequence[Coverage]", name: str) -> tuple[str, ...]:
-    """Return the conditions that no part reached and that some part shows the engine can meet."""
+    """Return what no part reached: conditions that some part shows the engine can meet, and two of them together."""
     reached = {trigger for part in parts for trigger in part.triggers}
-    return tuple(item for item in common(parts, name) if _AFTER.get(item) in (None, *reached))
+    alone = (item for item in common(parts, name) if _AFTER.get(item) in (None, *reached))
+    pairs = (pair for pair in combinations(_MEET, 2) if reached.issuperset(pair))
+    apart = (pair for pair in pairs if not any(set(pair).issubset(part.triggers) for part in parts))
+    return (*alone, *(f"{first} with {second}" for first, second in apart))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,7 +386,8 @@ class Coverage:
     experts_not_chosen: Annotated[tuple[str, ...], COMMON] = ()
     """Experts whose weights no row was computed with, by the tap of their router: `model.layers.0.mlp.gate[17]`."""
     not_reached: Annotated[tuple[str, ...], Rule(_not_reached)] = ()
-    """Conditions that this model and engine may meet and that the workload did not reach."""
+    """Conditions that this model and engine may meet and that the workload did not reach; of all schedules together
+    also pairs of conditions that no schedule reached both of, `prefix_hit with rewound`."""
     extent: Annotated[Extent, MERGED] = Extent()
     states_left_out: Annotated[tuple[str, ...], UNION] = ()
     """Positions after which a state was read back and not judged: the truth would need to run too many tokens."""

@@ -288,9 +288,13 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
     last, chunks = _last_positions(recording), set[int]()
     num_chunks, latest, longest_pause = Counter[int](), dict[int, int](), 0
     drafts = [request for request in recording.manifest.requests if request.draft_of is not None]
+    draft_ids = {draft.id for draft in drafts}
+    prefixes, hits = Prefixes(recording.manifest.requests), Counter[int]()
     for at, step in enumerate(steps):
         for request in step.request.unique().tolist():
             positions = step.position[step.request == request]
+            if request not in latest and int(positions.min()) and request not in draft_ids:
+                hits[prefixes.at(request, int(positions.min()) - 1)] += 1
             num_chunks[request] += int(positions.min()) < prompt_lengths[request]
             longest_pause = max(longest_pause, at - latest.get(request, at - 1) - 1)
             latest[request] = at
@@ -300,7 +304,7 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
     return Extent(
         steps=len(steps),
         step_sizes=tuple(sorted({len(step.position) for step in steps})),
-        requests=len(latest.keys() - {draft.id for draft in drafts}),
+        requests=len(latest.keys() - draft_ids),
         shortest_prompt=min((request.prompt_length for request in recording.manifest.requests), default=0),
         requests_at_once=max((len(step.request.unique()) for step in steps), default=0),
         positions=max(last.values(), default=-1) + 1,
@@ -309,6 +313,7 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
         most_chunks=max(num_chunks.values(), default=0),
         longest_pause=longest_pause,
         taken_back=max((last.get(draft.id, -1) + 1 - draft.prompt_length for draft in drafts), default=0),
+        most_hits=max(hits.values(), default=0),
         all_positions=None if traits is None else traits.num_positions,
         all_token_ids=None if traits is None else traits.vocab_size,
     )
@@ -317,7 +322,7 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
 _OF_ANY_ENGINE = (
     "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "equal_lengths",
     "shared_prefix", "repeated_token", "reordered", "paused", "uneven_end", "prefix_hit", "partial_hit", "evicted",
-    "preempted", "drafts_together",
+    "forked", "preempted", "drafts_together",
 )  # fmt: skip
 _MESSAGES: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",

@@ -193,7 +193,7 @@ def facts(result: CheckResult) -> Iterator[tuple[str, str]]:
         yield "acceptance", _acceptance(verified)
     logits = [run.logits for run in runs if run.logits]
     if logits:
-        yield "logits", _logits(logits)
+        yield "logits", _logits(logits, sum(run.num_rows for run in runs))
     plain = [run.schedule for run in runs if run.propagated_from is Reference.HF]
     if plain:
         under = f" under {printable(', '.join(plain))}" if len(plain) < len(runs) else ""
@@ -342,12 +342,13 @@ def _acceptance(steps: Sequence[VerifiedStep]) -> str:
     return "; ".join(parts)
 
 
-def _logits(logits: Sequence[LogitResult]) -> str:
+def _logits(logits: Sequence[LogitResult], num_all: int) -> str:
     num_rows = sum(part.num_rows for part in logits)
     agreement = sum(part.top1_agreement * part.num_rows for part in logits) / max(1, num_rows)
     kl, margin = largest(part.kl_max for part in logits), smallest(part.margin_min for part in logits)
     parts = [f"top-1 agrees in {number(100 * agreement)} % of {count(num_rows, 'row')}"]
-    return ", ".join([*parts, f"KL up to {number(kl)} nats", f"smallest margin {number(margin)}"])
+    rest = f"; none in the other {count(num_all - num_rows, 'row')}" if num_all > num_rows else ""
+    return ", ".join([*parts, f"KL up to {number(kl)} nats", f"smallest margin {number(margin)}"]) + rest
 
 
 def _as_served(served: AsServed) -> str:
@@ -356,7 +357,8 @@ def _as_served(served: AsServed) -> str:
     noise = f"{number(served.ratio_max)} times HF's own noise, {number(served.allowed_ratio)} allowed"
     match served.status:
         case ServedStatus.NOT_RUN:
-            return printable(f"not run, because {served.reason}")
+            trust = "what was recorded is taken for what the engine serves"
+            return printable(f"not run, because {served.reason}: {trust}")
         case ServedStatus.NOT_DETERMINISTIC:
             return f"{Code.RUNS_DIFFER}: not deterministic: two watched runs under {name} differ by up to {noise}"
         case ServedStatus.EQUAL:
@@ -388,6 +390,8 @@ def _extent(extent: Extent) -> Iterator[str]:
         yield f"chunks of {_sizes(extent.chunks)} tokens, at most {extent.most_chunks or 0:,} of a prompt"
     if extent.longest_pause:
         yield f"pauses of at most {count(extent.longest_pause, 'step')}"
+    if extent.most_hits:
+        yield f"at most {count(extent.most_hits, 'request')} with one beginning in the cache"
     if extent.taken_back:
         yield f"at most {count(extent.taken_back, 'token')} taken back at once"
     for number_of, whole, what in (

@@ -66,7 +66,8 @@ def test_a_place_the_message_names_is_not_repeated():
 def test_facts_end_with_the_timings():
     assert dict(facts(build("missing"))) == {
         "tokens": "95 of 96 equal, 1 tie (margin below the noise)",
-        "logits": "top-1 agrees in 99.0 % of 96 rows, KL up to 1.23e-05 nats, smallest margin 0.0312",
+        "logits": "top-1 agrees in 99.0 % of 96 rows, KL up to 1.23e-05 nats, smallest margin 0.0312; none in the "
+        "other 518 rows",
         "coverage": "36,226 of 36,840 rows of taps recorded, 614 missing: model.layers.1.attention",
         "reached": "decode, batch, block_boundary",
         "not offered": "mlp.gate_proj",
@@ -99,13 +100,13 @@ def test_how_much_a_workload_had_is_said_with_the_largest_of_many_sizes():
         Extent(
             requests_at_once=3, requests=3, steps=22, step_sizes=(1, 7), shortest_prompt=9, chunks=(7,), most_chunks=2
         ),
-        Extent(requests_at_once=1, requests=6, steps=9, step_sizes=tuple(range(3, 12)), longest_pause=4),
+        Extent(requests_at_once=1, requests=6, steps=9, step_sizes=tuple(range(3, 12)), longest_pause=4, most_hits=2),
     ]
     runs = [replace(sound_run(), coverage=Coverage(extent=extent)) for extent in extents]
     assert dict(facts(check(*runs)))["reached"] == (
         "at most 3 requests in a step, 6 requests and 22 steps in a schedule, steps of 1, 3, 4, 5, 6, 7, 8, 9 and 2 "
         "more up to 11 tokens, prompts of at least 9 tokens, chunks of 7 tokens, at most 2 of a prompt, "
-        "pauses of at most 4 steps"
+        "pauses of at most 4 steps, at most 2 requests with one beginning in the cache"
     )
 
 
@@ -117,10 +118,14 @@ def test_steps_with_another_label_than_their_rows_are_said():
 
 def test_what_a_full_cache_and_drafts_need_is_said_of_all_schedules_together():
     """A schedule without them does not hide what the others did not reach."""
-    both = ("evicted", "drafts_together")
-    plain = replace(sound_run(), coverage=Coverage(not_reached=both))
-    for trigger, names in (("decode", None), ("prefix_hit", "evicted"), ("drafts_accepted", "drafts_together")):
-        run = replace(plain, coverage=Coverage(not_reached=both, triggers=(trigger,)))
+    all_of_them = ("evicted", "forked", "drafts_together")
+    plain = replace(sound_run(), coverage=Coverage(not_reached=all_of_them))
+    for trigger, names in (
+        ("decode", None),
+        ("prefix_hit", "evicted, forked"),
+        ("drafts_accepted", "drafts_together"),
+    ):
+        run = replace(plain, coverage=Coverage(not_reached=all_of_them, triggers=(trigger,)))
         result = check(plain, run)
         assert dict(facts(result)).get("not reached") == names
-        assert check_json(result)["coverage"]["not_reached"] == ([names] if names else [])
+        assert check_json(result)["coverage"]["not_reached"] == (names.split(", ") if names else [])

@@ -172,3 +172,10 @@ def test_what_one_schedule_reached_is_reached():
     whole = merged(parts, worst=parts[1])
     assert (whole.experts_not_chosen, whole.not_reached) == (("gate[0]", "gate[3]"), ("preempted",))
     assert merged(parts[:1], worst=parts[0]) == parts[0]
+
+
+def test_conditions_that_no_schedule_reached_together_are_said_in_pairs():
+    parts = [Coverage(triggers=("batch", "rewound")), Coverage(triggers=("prefix_hit", "batch"))]
+    assert merged(parts, worst=parts[0]).not_reached == ("prefix_hit with rewound",)
+    together = [*parts, Coverage(triggers=("prefix_hit", "rewound"))]
+    assert merged(together, worst=parts[0]).not_reached == ()

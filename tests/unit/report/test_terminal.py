@@ -66,7 +66,7 @@ def test_a_pass_begins_with_the_verdict_and_folds_the_layers():
     text = check_text(build("pass"), width=80, color=False)
     assert text.startswith(PASS)
     assert "First divergence" not in text
-    assert len(text.splitlines()) < 40
+    assert len(text.splitlines()) < 44
 
 
 def test_a_mismatch_points_at_the_culprit_between_what_is_sound_and_what_follows():

@@ -69,6 +69,7 @@ def test_what_was_not_reached_is_what_this_model_and_engine_can_meet():
         "uneven_end",
         "partial_hit",
         "evicted",
+        "forked",
         "drafts_together",
     }
     assert set(unreached_triggers(short, (), PLAIN)) == of_any_engine
@@ -175,6 +176,9 @@ def test_what_an_earlier_request_found_in_the_cache_is_computed_again():
     assert "evicted" in reached_triggers(recorded(first, hit, again))
     assert "evicted" not in reached_triggers(recorded(first, again, hit))
     assert "evicted" in unreached_triggers(recorded(first), ("prefix_hit",), PLAIN)
+    assert extent(recorded(first, hit, step(2, [2] * 2, [2, 3])), PLAIN).most_hits == 2
+    assert extent(recorded(first, hit, step(2, [2], [3])), PLAIN).most_hits == 1
+    assert extent(recorded(first), PLAIN).most_hits == 0
 
 
 def test_what_requests_of_a_step_are_to_each_other():

@@ -247,7 +247,7 @@ def test_an_engine_that_cannot_run_unwatched_says_why(folder):
     result.assert_ok()
     assert engine.runs == [False]
     assert result.as_served.status is ServedStatus.NOT_RUN
-    assert "  as served    not run, because its kernels have no logits" in result.text()
+    assert "  as served    not run, because its kernels have no logits: what was recorded" in result.text()
 
 
 def test_an_adapter_is_not_believed_to_run_unwatched():
