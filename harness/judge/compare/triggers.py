@@ -288,23 +288,26 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
     last, chunks = _last_positions(recording), set[int]()
     num_chunks, latest, longest_pause = Counter[int](), dict[int, int](), 0
     drafts = [request for request in recording.manifest.requests if request.draft_of is not None]
-    draft_ids = {draft.id for draft in drafts}
+    request_of = {
+        request.id: request.id if request.draft_of is None else request.draft_of
+        for request in recording.manifest.requests
+    }
     prefixes, hits = Prefixes(recording.manifest.requests), Counter[int]()
     for at, step in enumerate(steps):
         for request in step.request.unique().tolist():
             positions = step.position[step.request == request]
-            if request not in latest and int(positions.min()) and request not in draft_ids:
+            if request not in latest and int(positions.min()) and request == request_of[request]:
                 hits[prefixes.at(request, int(positions.min()) - 1)] += 1
             num_chunks[request] += int(positions.min()) < prompt_lengths[request]
-            longest_pause = max(longest_pause, at - latest.get(request, at - 1) - 1)
-            latest[request] = at
+            longest_pause = max(longest_pause, at - latest.get(request_of[request], at - 1) - 1)
+            latest[request_of[request]] = at
             if int(positions.max()) < prompt_lengths[request] - 1:
                 chunks.add(len(positions))
     ids = {token for request, position in last.items() for token in requests[request][: position + 1]}
     return Extent(
         steps=len(steps),
         step_sizes=tuple(sorted({len(step.position) for step in steps})),
-        requests=len(latest.keys() - draft_ids),
+        requests=len(latest),
         shortest_prompt=min((request.prompt_length for request in recording.manifest.requests), default=0),
         requests_at_once=max((len(step.request.unique()) for step in steps), default=0),
         positions=max(last.values(), default=-1) + 1,

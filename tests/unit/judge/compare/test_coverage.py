@@ -377,7 +377,14 @@ def test_taps_that_are_not_there_are_named(num, shown):
 
 def test_what_was_reached_and_what_not():
     coverage, findings = counted({"hidden": ALL}, also=["near_tie"], require=["near_tie", "batch", "decode", "unheard"])
-    assert set(coverage.triggers) == {"near_tie", "batch", "ragged_batch", "shared_prefix", "reordered"}
+    assert set(coverage.triggers) == {
+        "near_tie",
+        "batch",
+        "ragged_batch",
+        "equal_lengths",
+        "shared_prefix",
+        "reordered",
+    }
     assert [finding.code for finding in findings] == [Code.NO_DECODE, Code.TRIGGER_NOT_REACHED]
     assert "'unheard'" in findings[1].message
     grouped = Traits(num_groups=2, window=None, original_positions=None)

@@ -437,4 +437,7 @@ def test_how_many_tokens_were_taken_back_at_once():
     steps = [step(0, [0] * 4, range(4)), step(1, [0, 1, 1], [4, 5, 6]), step(2, [0], [5])]
     recorded = SimpleNamespace(steps=steps, manifest=SimpleNamespace(requests=requests))
     assert extent(recorded, PLAIN).taken_back == 2
+    recorded.steps = [steps[0], step(1, [1], [5]), step(2, [1], [6]), step(3, [0], [5])]
+    assert extent(recorded, PLAIN).longest_pause == 0, "its drafts are the request's own"
+    assert extent(recorded, PLAIN).requests == 1
     assert extent(recording(*steps[:1]), PLAIN).taken_back == 0
