@@ -259,7 +259,7 @@ class LocalJudge(Judge):
             dtype=errors.dtype or torch.float32,  # the distances of choices have no unit
             views=contexts,
             unrecorded=() if is_choice else rows.unrecorded,
-            part_inputs=None if is_choice or rows.part is None else PartInputs(batch=rows.batch, call=rows.part),
+            part_inputs=None if rows.part is None else PartInputs(batch=rows.batch, call=rows.part),
         )
 
     def _is_kept(self, operation: Operation, totals: _TapTotals) -> bool:

@@ -16,7 +16,7 @@ from harness.judge.explain.edits import other_code
 from harness.judge.explain.experts import experts, router
 from harness.judge.explain.layer import activation, embedding, wiring
 from harness.judge.explain.products import linear, logits, lora, rows
-from harness.judge.explain.rotary import positions
+from harness.judge.explain.rotary import ROTATED_WRONGLY, positions
 from harness.judge.explain.states import kept, recurrence
 
 _EMBEDDING = (embedding.not_scaled, embedding.scaled, embedding.another_token)
@@ -28,6 +28,7 @@ OF_MASK_AND_SCALE: Sequence[Explain] = (
     masks.padding_attended,
     softmax.wrong_scale,
     softmax.bias_added,
+    biases.other_biases,
     softmax.coarse_softmax,
 )
 OF_ATTENTION_PARAMETERS: Sequence[Explain] = (
@@ -63,7 +64,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
     ),
     Kind.ROTARY: (
         positions.along_axes,
-        *unrecorded.ROTATED_WRONGLY,
+        *ROTATED_WRONGLY,
         positions.other_positions,
         formats.in_few_bits,
     ),
@@ -78,7 +79,6 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         slots.nothing_forgotten,
         slots.other_block_table,
         reads.other_tensors,
-        reads.other_request,
         reads.coarse_cache,
         formats.declared_format,
         slots.past_the_context,
@@ -116,7 +116,6 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
     Kind.CHOICE: (
         router.other_tokens,
         router.other_choice,
-        router.choice_by_other_scores,
     ),
     # For example: a linear layer with an adapter, the experts of a layer, a scan.
     Kind.OTHER: (
@@ -126,7 +125,6 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         experts.wrong_experts,
         recurrence.wrong_state,
         *_ELEMENTWISE,
-        biases.other_biases,
     ),
 }
 _WIRING: Sequence[Explain] = (wiring.other_input,)
@@ -152,6 +150,7 @@ LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
     Kind.ADD: (_ORDERS, _EDITS, _GENERIC),
     Kind.ACTIVATION: (_ORDERS, _EDITS, _GENERIC),
     Kind.ATTENTION: (_ORDERS, _EDITS, _GENERIC),
+    Kind.CHOICE: (_EDITS,),
     Kind.OTHER: (_WIRING, _ORDERS, _EDITS, _GENERIC),
 }
 """Stages of explanations. Each is tried only if no earlier one fits every row; the most general stage is last."""

@@ -3,7 +3,7 @@
 `T` query rows, `S` history rows, `N` query heads, `K` KV heads, `H` head size.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
@@ -13,9 +13,6 @@ from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.cache.contents import RAW_KEY, contents_of, history
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
-_MOST_REQUESTS = 4
-"""Requests of which it is tried whether others read them."""
-_PADDED = ", in the same columns of a padded batch"
 _COARSE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _MOST = 64
 """KV heads up to which every one is tried for every query head."""
@@ -73,40 +70,6 @@ def _tensor_changes(
                 return None if key is None or value is None else (key, value)
 
             yield f"reads the cache of layer {layer}", of_layer
-
-
-def other_request(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """Another request is read, position by position, or in the same columns of a padded batch.
-
-    Causes: without block tables: reads the keys and values of request *r*, at the same positions or in the same columns
-    of a padded batch.
-    """
-    if wrong.slot_history.is_known:
-        return  # the block table says it
-    lengths = {request.id: request.prompt_length for request in wrong.recording.manifest.requests}
-    for source in list(lengths)[:_MOST_REQUESTS]:
-        ways = {
-            "": dict.fromkeys(lengths, 0),
-            _PADDED: {request: lengths[source] - lengths[request] for request in lengths},
-        }
-        for how, shifts in ways.items():
-            parts = [_of_request(wrong, view, source, shifts) for view in wrong.views]
-            if (how == _PADDED and not any(shifts.values())) or any(part is None for part in parts):
-                continue
-            cause = f"reads the keys and values of request {source}{how}"
-            yield Hypothesis(cause=cause, output=torch.cat([part for part in parts if part is not None]))
-
-
-def _of_request(
-    wrong: WrongOperation, view: AttentionContext, source: int, shifts: Mapping[int, int]
-) -> torch.Tensor | None:
-    """Return what rows give with the keys and values of another request; None where they were not recorded."""
-    shift = shifts[int(view.rows.request[0])]
-    key, value = (
-        history(wrong, view, tap, like, request=source, shift=shift)
-        for tap, like in zip(wrong.operation.inputs[1:3], (view.key, view.value), strict=True)
-    )
-    return None if key is None or value is None else view.attend(key=key, value=value)
 
 
 def read_back(wrong: WrongOperation) -> Iterator[Hypothesis]:

@@ -14,27 +14,13 @@ from harness.judge.compare.align import Rows
 from harness.judge.compare.evidence import AttentionContext
 from harness.judge.explain.core.fit import fit_by_search
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
-from harness.judge.explain.rotary import frequencies, rotation
+from harness.judge.explain.rotary import ROTATED_WRONGLY, frequencies
 from harness.judge.explain.rotary.positions import known_positions
 from harness.oracle.rotation import Rotation, rotations
 
 _PROBED_ROWS = 6
 _GRID_OF_THETAS = [1e2 * math.exp(step / 10) for step in range(160)]
 """Bases from 100 to 900 million among which the best one is looked for."""
-ROTATED_WRONGLY = (
-    rotation.other_pairs,
-    rotation.not_rotated,
-    rotation.backwards,
-    frequencies.scaling_ignored,
-    frequencies.other_scaling,
-    frequencies.wrong_theta,
-    frequencies.of_other_layers,
-    rotation.stretched,
-    frequencies.partial_rotary,
-    rotation.coarse_table,
-    rotation.frequencies_of_other_pairs,
-)
-"""Explanations of a rotation, which are tried on queries and keys together where neither was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,20 +206,11 @@ def row_keys(rows: Rows) -> torch.Tensor:
     return (rows.step << 42) + (rows.request << 21) + rows.position
 
 
-def history(
-    wrong: WrongOperation,
-    view: AttentionContext,
-    tap: str,
-    like: torch.Tensor,
-    *,
-    request: int | None = None,
-    shift: int = 0,
-) -> torch.Tensor | None:
-    """[S, K, H], the shape of `like`: a tap at the rows of a view's history, or of another request so far on."""
-    position = torch.arange(len(view.key)) + shift
-    whose = torch.full_like(position, int(view.rows.request[0]) if request is None else request)
-    rows = Rows(request=whose, position=position, step=view.key_step)
-    tensor = latest(wrong.locator, tap, rows) if bool((position >= 0).all()) else None
+def history(wrong: WrongOperation, view: AttentionContext, tap: str, like: torch.Tensor) -> torch.Tensor | None:
+    """[S, K, H], the shape of `like`: a tap at the rows of a view's history; None unless it was recorded."""
+    position = torch.arange(len(view.key))
+    whose = torch.full_like(position, int(view.rows.request[0]))
+    tensor = latest(wrong.locator, tap, Rows(request=whose, position=position, step=view.key_step))
     return None if tensor is None or tensor.shape[1] != like[0].numel() else tensor.view_as(like)
 
 

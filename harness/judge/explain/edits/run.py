@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from harness.base.metrics import rounding_unit
+from harness.formats.taps import Kind
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.judge.compare.evidence import PartInputs
 from harness.judge.explain.core.fit import fit_factor_near_one
@@ -28,6 +29,7 @@ from harness.judge.explain.edits.change import ModelChange
 from harness.judge.explain.edits.code import LinesRun, changes_of_code, lines_run, modules_around
 from harness.judge.explain.edits.held import changes_of_parameters
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
+from harness.judge.explain.experts.router import are_chosen_alike, choice
 from harness.judge.explain.states.decode import Decode, decode_of
 from harness.oracle.paired import PartCall
 from harness.oracle.watch import token_dim
@@ -101,7 +103,7 @@ def likely_mistakes(wrong: WrongOperation, *, of_code: bool) -> Iterator[Hypothe
         of_code: whether changes of the code that have a term of the field come before them.
     """
     trials, seen, num_tried = _Trials.of(wrong), set[int](), 0
-    if trials is None:
+    if trials is None or wrong.operation.kind is Kind.CHOICE:
         return
     operations = list(wrong.graph)
     later = operations[operations.index(wrong.operation) + 1 :]
@@ -257,6 +259,8 @@ class _Trials:
             return None
         told, whole = change.tell(factor), self.wrong.expected.clone()
         whole[self.here] = output
+        if self.wrong.operation.kind is Kind.CHOICE:
+            return choice(self.wrong, self.where + told.cause, whole)
         return Hypothesis(
             cause=self.where + told.cause,
             output=whole,
@@ -308,6 +312,8 @@ class _Trials:
         actual, bound, roundings = self._recorded
         if rows is None:
             output, rows = output[self.here], torch.arange(len(actual))
+        if self.wrong.operation.kind is Kind.CHOICE:
+            return float(are_chosen_alike(actual[rows], output).double().mean())
         relative = (actual[rows] - output).norm(dim=1) / output.norm(dim=1) / rounding_unit(self.wrong.dtype)
         is_like = (relative <= _ALLOWANCE * bound[rows].clamp(min=1)) & (relative <= _FALL * roundings[rows])
         return float(is_like.double().mean())
@@ -319,6 +325,8 @@ class _Trials:
 
     def _fitted(self, change: ModelChange) -> float | None:
         """Return the factor under which the rows come nearest to what was recorded; None if they differ otherwise."""
+        if self.wrong.operation.kind is Kind.CHOICE:
+            return None
         place, rows = self._few(change.module) or (self.part, torch.arange(len(self.right)))
         actual = self._recorded[0][rows]
         return fit_factor_near_one(actual, self.right[rows], lambda factor: self._under(change, factor, place))

@@ -34,6 +34,7 @@ _LEFT_OUT = (
     (r"\.mean\(", "the mean is not taken"),
     (r"rsqrt|sqrt", "no root is taken"),
     (r"shared_expert", "the shared experts are not added"),
+    (r"score_mask|group_mask", "the groups of the experts are left out"),
     (r"\bmask", "the mask is not applied"),
     (r"\bweight\b", "the weight is not applied"),
     (r"gate", "the product with the gate is missing"),

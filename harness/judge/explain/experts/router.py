@@ -1,12 +1,13 @@
 """A router's choice is wrong; and the choice among earlier tokens, as sparse attention makes it.
 
+Mistakes of scores, biases and groups are changes of HF's code.
+
 `R` rows, `E` experts, `C` chosen experts or positions of a row, the best first.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -19,11 +20,6 @@ from harness.results.check import Explanation
 
 _NEARLY_ALL = 0.9
 """Share of the rows that a cause must explain: no rounding turns one choice into another, and some agree by chance."""
-Score = Callable[[torch.Tensor], torch.Tensor]
-SCORES: Mapping[str, Score] = {
-    "a softmax over all experts": lambda logits: logits.softmax(dim=-1),
-    "a sigmoid": torch.sigmoid,
-}
 
 
 def explain_count(operation: Operation, recording: Recording) -> Explanation | None:
@@ -80,33 +76,9 @@ def _is_one_choice(wrong: WrongOperation) -> bool:
     return len(recorded.unique(dim=0)) == 1
 
 
-def choice_by_other_scores(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """The choice forgets what the model adds to the scores, or the groups that it is made in.
-
-    Causes: the router's bias is left out of the choice (within its groups, too), or its groups are; the router chooses
-    without its groups, or with the sign of its bias turned.
-    """
-    logits = None if wrong.operation.among_tokens else logits_of(wrong)
-    bias = None if logits is None else bias_of(wrong)
-    if logits is None or bias is None:
-        return
-    count = wrong.expected.shape[1]
-    for name, score in SCORES.items():
-        plain = score(logits)
-        cause = "the router's bias is left out of the choice"
-        yield choice(wrong, f"{cause}, or its groups are", plain.topk(count).indices)
-        if len(wrong.operation.shape) > 1:  # the best of each group
-            groups, num_groups_chosen = wrong.operation.shape[-2:]
-            best = plain.unflatten(1, (groups, -1)).topk(num_groups_chosen).indices.flatten(1)
-            yield choice(wrong, cause, best)
-        for sign, which in ((1, "without its groups"), (-1, "with the sign of its bias turned")):
-            biased = plain + sign * bias
-            yield choice(wrong, f"the router chooses by {name} {which}", biased.topk(count).indices)
-
-
 def choice(wrong: WrongOperation, cause: str, chosen: torch.Tensor) -> Hypothesis:
     """Return a hypothesis about indices [R, C], in any order."""
-    is_same = (chosen.sort(dim=1).values == wrong.actual.sort(dim=1).values).all(dim=1, keepdim=True)
+    is_same = are_chosen_alike(chosen, wrong.actual)[:, None]
     return Hypothesis(
         cause=cause,
         output=torch.where(is_same, wrong.actual, wrong.actual + 1 + wrong.actual.abs()),
@@ -114,25 +86,9 @@ def choice(wrong: WrongOperation, cause: str, chosen: torch.Tensor) -> Hypothesi
     )
 
 
-def logits_of(wrong: WrongOperation) -> torch.Tensor | None:
-    """Return the router's logits of the rows, [R, E]; None if they were not recorded."""
-    router = wrong.operation
-    of_module = [item.tap for item in wrong.graph.of_layer(router.layer) if item.module == router.module]
-    for tap in (*router.inputs, *of_module):
-        if wrong.graph[tap].kind is Kind.LINEAR:
-            return wrong.tap(tap)
-    return None
-
-
-def bias_of(wrong: WrongOperation) -> torch.Tensor | None:
-    """Return the bias that a router adds to its scores only for the choice, [E] float64; None without one."""
-    parent: Any = wrong.hf.module(wrong.operation.module.rpartition(".")[0])
-    tensor: torch.Tensor
-    for holder in (wrong.module, parent):
-        for name, tensor in (*holder.named_parameters(recurse=False), *holder.named_buffers(recurse=False)):
-            if "bias" in name and name != "bias" and tensor.dim() == 1:
-                return tensor.detach().to("cpu", torch.float64)
-    return None
+def are_chosen_alike(one: torch.Tensor, another: torch.Tensor) -> torch.Tensor:
+    """Return [R] bool: rows of which the indices [R, C] are the same, in any order."""
+    return (one.sort(dim=1).values == another.sort(dim=1).values).all(dim=1)
 
 
 def other_tokens(wrong: WrongOperation) -> Iterator[Hypothesis]:

@@ -32,12 +32,12 @@ def scaled(mask):
 @pytest.mark.parametrize(
     ("family", "path", "name", "change", "cause"),
     [
-        ("bloom", "transformer.h.0.self_attention", "alibi", torch.zeros_like, "alibi of {} is left out"),
-        ("bloom", "transformer.h.1.self_attention", "alibi", torch.neg, "alibi of {} has the opposite sign"),
+        ("bloom", "transformer.h.0.self_attention", "alibi", torch.zeros_like, "the bias of the scores is left out"),
+        ("bloom", "transformer.h.1.self_attention", "alibi", torch.neg, "the bias of the scores has the opposite sign"),
         ("mpt", "transformer.blocks.0.attn", "position_bias", lambda b: b.flip(0), "in reverse order"),
         ("mpt", "transformer.blocks.1.attn", "position_bias", lambda b: b.roll(1, 0), "slope of the one before"),
         ("mpt", "transformer.blocks.0.attn", "position_bias", lambda b: b / 4, "exponents of the slopes begin at 2"),
-        ("falcon", "transformer.h.0.self_attention", "attention_mask", scaled, "the bias in attention_mask of {} is 3"),
+        ("falcon", "transformer.h.0.self_attention", "attention_mask", scaled, "the bias of the scores is 3 times"),
     ],
 )
 def test_another_bias_is_named(tmp_path, family, path, name, change, cause):
@@ -46,4 +46,4 @@ def test_another_bias_is_named(tmp_path, family, path, name, change, cause):
     report = harness.check(engine, model=tmp_path, prompts=PROMPTS, max_new_tokens=2, schedules=["plain"])
     assert report.first_divergence is not None
     assert report.first_divergence.tap.startswith(path)
-    assert cause.format(path) in report.first_divergence.explanation.cause
+    assert cause in report.first_divergence.explanation.cause

@@ -22,13 +22,10 @@ def of_the_first(shift):
 
 
 @pytest.mark.parametrize(
-    ("shift", "cause"),
-    [
-        (0, "reads the keys and values of request 0, in the same columns of a padded batch"),
-        (8, "reads the keys and values of request 0"),  # as many as the shorter prompt is padded with
-    ],
+    ("shift", "first"),
+    [(0, 8), (8, 0)],  # the shorter prompt is padded with so many
 )
-def test_the_first_request_of_a_batch_is_read_by_all(checkpoints, shift, cause):
+def test_the_first_request_of_a_batch_is_read_by_all(checkpoints, shift, first):
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "llama-tiny", dtype=torch.float32).eval()
     name = f"first_{shift}"
     AttentionInterface.register(name, of_the_first(shift))
@@ -39,4 +36,9 @@ def test_the_first_request_of_a_batch_is_read_by_all(checkpoints, shift, cause):
     )
     assert report.first_divergence is not None
     assert report.first_divergence.request == 1
-    assert report.first_divergence.explanation.cause == cause
+    explanation = report.first_divergence.explanation
+    assert (explanation.cause, explanation.is_cause) == (
+        "reads its history from slots that another request wrote",
+        True,
+    )
+    assert explanation.detail.startswith(f"request 1, position 0 reads position 0 as request 0, position {first}")

@@ -1,7 +1,5 @@
 """Weights and numbers of chosen experts, on a router of four experts whose products are logarithms of round numbers."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -45,18 +43,6 @@ def of(folder, expected, actual=None, *, kind=Kind.OTHER, logits=LOGITS, chosen=
     model = ToyModel(*operations, modules={GATE: gate or Gate(), "model.layers.1.mlp": block or Gate()}, **config)
     return failure_of(operation, expected if actual is None else actual, expected, logits, model=model,
                       recording=recording, position=position)  # fmt: skip
-
-
-SOFTMAX, SIGMOID = "a softmax over all experts", "a sigmoid"
-
-
-def test_a_choice_in_groups_without_its_bias(tmp_path):
-    """The best of each group of two: those of the scores alone are these."""
-    failure = of_choice(tmp_path / "r", [[0, 0], [1, 1], [0, 0], [1, 1]], gate=Gate(correction_bias=torch.ones(4)))
-    cause = "the router's bias is left out of the choice"
-    assert holds(router.choice_by_other_scores, failure) == set()
-    grouped = type(failure)(**{**vars(failure), "operation": replace(failure.operation, shape=(2, 1))})
-    assert holds(router.choice_by_other_scores, grouped) == {cause}
 
 
 # The choice.
@@ -154,47 +140,6 @@ def test_of_many_equal_scores_the_first_are_chosen(tmp_path):
     failure = of(tmp_path / "r", chosen.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=chosen)
     causes = holds(router.other_choice, failure)
     assert {f"the experts are chosen by scores in {name}" for name in ("bfloat16", "float16")} <= causes
-
-
-BIAS = torch.tensor([0.0, 0.0, 5.0, 1.0], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("where", ["gate", "block"])
-def test_a_bias_of_the_choice(tmp_path, where):
-    holder = {where: Gate(e_score_correction_bias=BIAS)}
-    without = "the router's bias is left out of the choice, or its groups are"
-    assert without in holds(router.choice_by_other_scores, of_choice(tmp_path / "a", CHOSEN.tolist(), **holder))
-    biased = [[2, 3], [2, 3], [2, 3], [2, 3]]
-    causes = holds(router.choice_by_other_scores, of_choice(tmp_path / "b", biased, **holder))
-    assert causes == {"the router chooses by a softmax over all experts without its groups",
-                      "the router chooses by a sigmoid without its groups"}  # fmt: skip
-    turned = [[0, 1], [0, 1], [0, 1], [0, 1]]
-    causes = holds(router.choice_by_other_scores, of_choice(tmp_path / "c", turned, **holder))
-    assert {cause for cause in causes if "sign" in cause} == {
-        "the router chooses by a softmax over all experts with the sign of its bias turned",
-        "the router chooses by a sigmoid with the sign of its bias turned",
-    }
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(("name", "score"), [(SOFTMAX, lambda x: x.softmax(1)), (SIGMOID, torch.sigmoid)])
-def test_a_bias_is_added_to_the_scores_as_it_is(tmp_path, sign, name, score):
-    logits, bias = random(40, 6, seed=6), 0.3 * random(6, seed=7)
-    actual = (score(logits) + sign * bias).topk(2).indices.double()
-    right = logits.topk(2).indices
-    others = {"weight": random(6, seed=8).view(2, 3), "bias": random(6, seed=9), "bias_scale": torch.tensor(2.0)}
-    gate = Gate(**others, score_bias=bias)
-    failure = of(tmp_path / "r", right.double(), actual, kind=Kind.CHOICE, logits=logits, chosen=right, gate=gate)
-    which = "without its groups" if sign > 0 else "with the sign of its bias turned"
-    assert holds(router.choice_by_other_scores, failure) == {f"the router chooses by {name} {which}"}
-    assert len(by_cause(router.choice_by_other_scores, failure)) == 5
-
-
-def test_a_choice_without_a_bias_has_no_other_scores(tmp_path):
-    assert by_cause(router.choice_by_other_scores, of_choice(tmp_path / "r", CHOSEN.tolist())) == {}
-    failure = of_choice(tmp_path / "s", CHOSEN.tolist(), gate=Gate(e_score_correction_bias=BIAS))
-    operation = Operation(tap=TOPK, kind=Kind.CHOICE, source="model.layers.1.mlp:topk")
-    assert by_cause(router.choice_by_other_scores, type(failure)(**{**vars(failure), "operation": operation})) == {}
 
 
 @pytest.mark.parametrize(("shift", "actual"), [(1, [[3, 2], [2, 0], [1, 3]]), (-1, [[0, 1], [3, 2], [2, 0]])])
