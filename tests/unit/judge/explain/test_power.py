@@ -217,6 +217,7 @@ def test_one_mistake_takes_no_more_than_the_time_of_its_operation(sound, monkeyp
             ended.append(float(weight.sum()))
 
     monkeypatch.setattr(power, "known_mistakes", lambda kind: (wide,))
+    monkeypatch.setattr(power, "_WIDE", 1)
     result = power.power_of(*inputs, budget_s=3)
     assert result.in_part == result.tried
     assert len(ended) >= len(result.tried) > 15
@@ -235,6 +236,7 @@ def test_products_that_are_too_wide_for_the_time_leave_it_to_the_others(sound, m
         yield Hypothesis(cause="all are zero", output=torch.zeros_like(wrong.expected))
 
     monkeypatch.setattr(power, "known_mistakes", lambda kind: (slow,))
+    monkeypatch.setattr(power, "_WIDE", 1)
     monkeypatch.setattr(power, "likely_mistakes", lambda wrong, of_code: ())
     result = power.power_of(*inputs, budget_s=3)
     products = {op.tap for op in inputs[3].graph if op.kind is Kind.LINEAR and op.tap in inputs[0].sound}
