@@ -24,8 +24,8 @@ from harness.extensions.faults.subject import ToolSubject, opened
 from harness.extensions.faults.tools import open_tool
 from harness.extensions.faults.zoo.quiet import quiet
 
-_OF_THE_ENGINE = {Code.ENGINE_FAILED, Code.PROPERTY_VIOLATED}
-"""Errors that tell of the engine; any other tells that it was not checked."""
+_OF_THE_ENGINE = {Code.ENGINE_FAILED, Code.PROPERTY_VIOLATED, Code.BAD_RECORDER_CALL}
+"""Errors that tell of the engine, the last one of a step that cannot be; any other tells that it was not checked."""
 UNREACHED = "the code with the mistake never ran: the setting is wrong"
 
 
