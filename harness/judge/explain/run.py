@@ -235,9 +235,13 @@ class Explainer:
         return None
 
     def _layer_not_run(self, cache: Operation) -> Explanation | None:
-        """Return the cause of a later operation, if the cause is that the layer of the cache did not run."""
+        """Return the cause of a later operation, if the cause is that the layer of the cache did not run.
+
+        That is looked for where an operation has no evidence: see `layers_that_did_not_run`.
+        """
         for tap, errors in self.comparison.errors.items():
-            if any(layer_of(unrecorded) == cache.layer for unrecorded in errors.unrecorded):
+            is_of_layer = any(layer_of(unrecorded) == cache.layer for unrecorded in errors.unrecorded)
+            if is_of_layer and tap not in self.comparison.evidence:
                 explanation = self._explain(self.hf.graph[tap])
                 return explanation if explanation is not None and explanation.is_cause else None
         return None

@@ -178,16 +178,24 @@ def test_the_way_of_an_operation(explainer, monkeypatch, tap, bad, effect, has_e
     assert explainer()._explain(OPERATIONS[2]) is None
 
 
-@pytest.mark.parametrize(("is_cause", "layer", "is_said"), [(True, 1, True), (False, 1, False), (True, 2, False)])
+@pytest.mark.parametrize(
+    ("is_cause", "layer", "has_evidence", "is_said"),
+    [(True, 1, False, True), (False, 1, False, False), (True, 2, False, False), (True, 1, True, False)],
+)
 def test_a_cache_of_a_layer_that_did_not_run_is_explained_by_what_stands_behind_it(
-    explainer, monkeypatch, is_cause, layer, is_said
+    explainer, monkeypatch, is_cause, layer, has_evidence, is_said
 ):
     behind = SimpleNamespace(is_cause=is_cause, cause="did not run")
+    monkeypatch.setattr(run, "_explained", lambda wrong, where: behind)
     monkeypatch.setattr(run, "layers_that_did_not_run", lambda *args: behind)
-    monkeypatch.setattr(Explainer, "wrong_operation", lambda self, *_, **__: None)
+    monkeypatch.setattr(
+        Explainer,
+        "wrong_operation",
+        lambda self, evidence, *_, **__: "wrong rows" if evidence == "of the head" else None,
+    )
     errors = {HEAD: errors_of([(0, 0)], [True], unrecorded=(f"model.layers.{layer}.up",))}
-    caches = {CACHE: errors_of([(0, 0)], [True])}
-    assert (explainer(errors, caches)._explain(OPERATIONS[1]) is behind) == is_said
+    caches, evidence = {CACHE: errors_of([(0, 0)], [True])}, {HEAD: "of the head"} if has_evidence else {}
+    assert (explainer(errors, caches, evidence)._explain(OPERATIONS[1]) is behind) == is_said
 
 
 def test_the_first_divergence_has_the_explanation_of_its_tap(recordings, monkeypatch):
