@@ -35,8 +35,8 @@ MAX_FINDINGS_OF_A_CODE = 3
 MAX_NAMES = 8
 MAX_EXAMPLES = 2
 NOT_ASKED = (
-    "whether requests are right that have the id or the memory of an ended one, with more threads or on another "
-    "machine, and with values larger than those of these rows"
+    "whether requests are right that are aborted, that have the id or the memory of an ended one, or whose tokens are "
+    "not chosen greedily; with more threads or on another machine; with values larger than those of these rows"
 )
 """What no schedule of a check does on purpose."""
 
