@@ -127,26 +127,25 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         *_ELEMENTWISE,
     ),
 }
-_WIRING: Sequence[Explain] = (wiring.other_input,)
+_WIRING: Sequence[Explain] = (generic.another_input,)
 _EDITS: Sequence[Explain] = (other_code,)
 _ORDERS: Sequence[Explain] = (generic.row_of_another, generic.heads_in_another_order)
 _GENERIC: Sequence[Explain] = (
     generic.zero_output,
     generic.gain_of_a_setting,
     generic.constant_gain,
-    generic.another_input,
     generic.another_output,
     generic.rounded_output,
     generic.offset_per_channel,
 )
-_OF_ANY_ROWS = (generic.zero_output, generic.gain_of_a_setting, generic.another_input)
+_OF_ANY_ROWS = (generic.zero_output, generic.gain_of_a_setting)
 """Generic explanations that say in full what was done."""
 LATER_STAGES: Mapping[Kind, Sequence[Sequence[Explain]]] = {
     Kind.EMBEDDING: (_GENERIC,),
     Kind.COPY: (_GENERIC,),
     Kind.NORM: (_WIRING, _ORDERS, _EDITS, _GENERIC),
     Kind.LINEAR: (_WIRING, _ORDERS, _EDITS, _GENERIC),
-    Kind.ROTARY: (_ORDERS, _EDITS, _GENERIC),
+    Kind.ROTARY: (_WIRING, _ORDERS, _EDITS, _GENERIC),
     Kind.ADD: (_ORDERS, _EDITS, _GENERIC),
     Kind.ACTIVATION: (_ORDERS, _EDITS, _GENERIC),
     Kind.ATTENTION: (_ORDERS, _EDITS, _GENERIC),

@@ -9,7 +9,7 @@ from harness.base.metrics import largest_rounding, rounding_unit
 from harness.formats.taps import KINDS, Kind, Operation
 from harness.judge.compare.align import Rows, is_readback, step_rows
 from harness.judge.explain.core.formats import HALF_DTYPES, cut_off, name_of, rounded
-from harness.judge.explain.core.rerun import is_same
+from harness.judge.explain.core.rerun import is_same, replay
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered, row_inputs
 from harness.judge.explain.norms import form_of
 
@@ -264,14 +264,18 @@ def heads_in_another_order(wrong: WrongOperation) -> Iterator[Hypothesis]:
 
 
 def another_input(wrong: WrongOperation) -> Iterator[Hypothesis]:
-    """It reads *tap* instead of *tap*."""
+    """It reads *tap* instead of *tap*; or *norm* of *tap*, as where a norm stands before a block and not behind it."""
     if wrong.operation.kind not in _ROW_WISE or not wrong.can_replay:
         return
-    read = name_near(wrong, wrong.graph[wrong.operation.inputs[0]])
-    for name, tensor in other_taps(wrong, wrong.inputs[0].flatten(1).shape):
-        if name == read:
-            continue
-        output = wrong.replay([tensor], wrong.positions)
+    x, operation = wrong.inputs[0].flatten(1), wrong.graph[wrong.operation.inputs[0]]
+    read = name_near(wrong, operation)
+    tensors: dict[str, torch.Tensor | None] = dict(other_taps(wrong, x.shape))
+    tensors.pop(read, None)
+    for norm in wrong.graph.of_layer(wrong.operation.layer):
+        if norm.kind is Kind.NORM and norm.tap not in (operation.tap, wrong.operation.tap):
+            tensors[f"{norm.site} of {read}"] = replay(wrong.hf, norm, [x])
+    for name, tensor in tensors.items():
+        output = None if tensor is None or tensor.shape != x.shape else wrong.replay([tensor], wrong.positions)
         if output is not None:
             yield Hypothesis(cause=f"it reads {name} instead of {read}", output=output)
 
