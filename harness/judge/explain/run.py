@@ -186,7 +186,7 @@ class Explainer:
             self._edit_budget.begin_explanation()
             explanation = self._search(operation)
             note = self._edit_budget.notes.get(operation.tap)
-            if explanation is not None and not explanation.is_cause:
+            if note is not None and explanation is not None and not explanation.is_cause:
                 explanation = _with_note(explanation, note)
             self._known[operation.tap] = explanation
         return self._known[operation.tap]
