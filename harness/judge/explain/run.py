@@ -109,7 +109,7 @@ def _explained(wrong: WrongOperation, where: str) -> Explanation:
     return with_failures(explanation, failures)
 
 
-def _with_note(explanation: Explanation, note: str | None) -> Explanation:
+def _with_note(explanation: Explanation, note: str) -> Explanation:
     return replace(explanation, detail="; ".join(text for text in (explanation.detail, note) if text))
 
 
@@ -160,7 +160,9 @@ class Explainer:
         self._edit_budget.begin_explanation()
         explanation = explain_logits(self.recording, self.comparison.expected, self.hf, self.locator, self._edit_budget)
         note = self._edit_budget.notes.get(tap)
-        return explanation if explanation is None or explanation.is_cause else _with_note(explanation, note)
+        if explanation is None or note is None or explanation.is_cause:
+            return explanation
+        return _with_note(explanation, note)
 
     def explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation, and add where it begins to be wrong; None if no row of it is wrong."""
