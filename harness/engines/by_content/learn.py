@@ -207,7 +207,23 @@ def _taps(
     later = LaterSteps(hf, prompt, first_step, next_step, rounding=rounding)
     with hf.followed_by([end]):
         later.tell_apart(first)
+    if set(later.taps) <= {hf.graph.logits}:
+        _refuse_narrow(type(probes.stepper).__name__, prefill.returned, hf)
     return later.taps, later.uncertain, len(seen)
+
+
+def _refuse_narrow(engine: str, returned: torch.Tensor, hf: HFModel) -> None:
+    """Refuse an engine that shows its logits alone, and not for each token: nothing of it could be judged."""
+    num_tokens = hf.graph[hf.graph.logits].shape[-1]
+    if returned.shape[1] < num_tokens:
+        raise HarnessError(
+            Code.ENGINE_CANNOT_SERVE,
+            "the engine's step does not return a logit for each token of the vocabulary",
+            where=f"{engine}.step",
+            expected=f"{num_tokens} columns",
+            actual=f"{returned.shape[1]} columns",
+            hint="return the logits of the whole vocabulary",
+        )
 
 
 def _forget_reordered(probes: _Probes, teller: RowTeller, step: _Step) -> None:
@@ -279,7 +295,8 @@ def _batch(probes: _Probes, teller: RowTeller) -> tuple[StepBatch, str | None, l
         first = probes.run(teller, [(number, tokens, 0) for number, tokens in zip(numbers, prompts, strict=True)])
     except Exception as error:  # an engine of one request a step
         is_unpacked = "too many values to unpack" in str(error)  # ((request, tokens, first),) = work
-        return StepBatch.ONE_REQUEST, None if is_unpacked else f"{type(error).__name__}: {error}", []
+        refusal = " ".join((error.what if isinstance(error, HarnessError) else str(error)).split())
+        return StepBatch.ONE_REQUEST, None if is_unpacked else f"{type(error).__name__}: {refusal}", []
     teller.learn(first.forwards, first.work)
     if teller.lookups and teller.tell(first.forwards, first.work).ambiguous:
         return StepBatch.ONE_REQUEST, "rows of several requests that token ids do not tell apart", []

@@ -7,6 +7,7 @@ from safetensors.numpy import load_file
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 import harness
+from harness.errors import Code, HarnessError
 
 PROMPTS = [[5, 9, 14, 3, 8], list(range(20, 44)), [7, 7, 7, 3, 5, 200, 31]]
 NUM_LAYERS, HEAD_SIZE = 3, 32
@@ -90,7 +91,7 @@ MISTAKES = {
     "theta": ({"theta": 1e4}, None, "rotary theta is 10000 instead"),
     "exchanged": ({}, exchange_gate_and_up, "mlp.gate_proj and mlp.up_proj of model.layers.1 are exchanged"),
     "norm left out": ({"norms_queries": False}, None, "q_norm"),
-    "scaled": ({}, scale_final_norm, "weight of model.norm is scaled by 1.02"),
+    "scaled": ({}, scale_final_norm, "the logits are scaled by 1.02: a temperature, or the weight of the final norm"),
     "zero": ({}, forget_values, "weight of model.layers.2.self_attn.v_proj is zero"),
 }
 QUICK = ("eps",)
@@ -99,6 +100,13 @@ QUICK = ("eps",)
 @pytest.fixture
 def open_engine(checkpoints):
     return lambda **settings: NumpyEngine(checkpoints / "qwen3-tiny", **settings)
+
+
+RETURNED = {
+    "log-softmax": (lambda _, logits: logits.log_softmax(-1), "log-softmax is returned in place of the logits"),
+    "exchanged": (lambda _, logits: logits.flip(0), "the logits of another request of the step are returned"),
+    "of the first": (lambda _, logits: logits[:1].expand_as(logits), "another request of the step are returned"),
+}
 
 
 def check(engine, checkpoints, **options):
@@ -131,6 +139,60 @@ def test_a_mistake_is_named(open_engine, checkpoints, mistake):
     assert explanation.is_cause
     assert cause in explanation.cause
     assert "which begins here or in an operation before it" in said(report)
+
+
+@pytest.mark.parametrize("mistake", RETURNED)
+def test_right_logits_that_are_returned_wrongly_are_named(open_engine, checkpoints, mistake):
+    returned, cause = RETURNED[mistake]
+    engine = open_engine()
+    step = engine.step
+    engine.step = lambda work: returned(work, step(work))
+    report = check(engine, checkpoints, schedules=["batched"], explain_seconds=0.5)
+    explanation = report.runs[0].first_divergence.explanation
+    assert explanation.is_cause
+    assert cause in explanation.cause
+
+
+def test_logits_of_the_token_before_are_named(open_engine, checkpoints):
+    engine = open_engine()
+    logits = engine.logits
+    engine.logits = lambda ids: logits(ids[:-1] or ids)
+    report = check(engine, checkpoints, schedules=["plain"], explain_seconds=0.5)
+    assert report.runs[0].first_divergence.explanation.cause == "the logits of the token before are returned"
+
+
+def test_weights_that_are_not_held_are_not_changed_and_this_is_said(open_engine, checkpoints, monkeypatch):
+    """A change of what is read anew for each run would change nothing."""
+    monkeypatch.setattr("harness.oracle.model._RESIDENT_BYTES", 0)
+    monkeypatch.setattr("harness.oracle.untraced.keeps_parts", lambda _hf: False)
+    engine = open_engine()
+    forget_values(engine.weights)
+    explanation = (
+        check(engine, checkpoints, schedules=["plain"], explain_seconds=1).runs[0].first_divergence.explanation
+    )
+    assert not explanation.is_cause
+    assert "no change of a weight was tried" in explanation.detail
+    report = check(open_engine(eps=1e-5), checkpoints, schedules=["plain"], explain_seconds=30)
+    assert "eps of all norms is 1e-05" in report.runs[0].first_divergence.explanation.cause
+
+
+def test_logits_of_fewer_tokens_than_the_vocabulary_are_refused(open_engine, checkpoints):
+    engine = open_engine()
+    step = engine.step
+    engine.step = lambda work: torch.from_numpy(step(work).numpy()[:, :-1].copy())
+    with pytest.raises(HarnessError, match="a logit for each token of the vocabulary") as caught:
+        check(engine, checkpoints)
+    assert caught.value.code is Code.ENGINE_CANNOT_SERVE
+    assert (caught.value.expected, caught.value.actual) == ("256 columns", "255 columns")
+
+
+def test_what_an_engine_raises_for_several_requests_is_told_in_one_line(open_engine, checkpoints):
+    engine = open_engine()
+    step = engine.step
+    engine.step = lambda work: step(work)[:1]
+    report = check(engine, checkpoints)
+    note = next(note for note in report.notes if "one of two raised" in note)
+    assert note.endswith("raised HarnessError: the engine's step returns no row of logits for each request")
 
 
 def test_no_change_of_hfs_code_is_left(open_engine, checkpoints):
