@@ -16,17 +16,17 @@ import torch
 
 from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording
-from harness.judge.compare.align import Locator, Rows, match_requests
+from harness.judge.compare.align import Locator, Rows, match_requests, step_rows
 from harness.judge.compare.evidence import Evidence
 from harness.judge.compare.propagated import RATIO_BOUND, propagated_errors
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.explain.core.fit import fit_factor_near_one
 from harness.judge.explain.core.rerun import Budget, attributes_kept
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered, hypotheses
 from harness.judge.explain.edits.change import ModelChange
 from harness.judge.explain.edits.code import lines_run
-from harness.judge.explain.edits.everywhere import changes_of_model
+from harness.judge.explain.edits.everywhere import are_weights_held, changes_of_model
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
 from harness.judge.explain.trial.description import scope
 from harness.judge.explain.trial.ranking import rank_hypotheses
@@ -40,6 +40,7 @@ _MAX_TOKENS = 512
 """Of the requests that are run, the shortest first; one at least."""
 _SOME = 0.5
 """Share of the first request's rows that must come out as recorded, for a change to be tried on the others."""
+_NOT_TRIED = "no change of a weight was tried: there is not enough memory to hold the weights twice"
 
 
 def explain_logits(
@@ -63,7 +64,7 @@ def explain_logits(
             return None
         rows, wrong = trials.wrong.rows, trials.wrong
         where = scope(rows, torch.ones(len(rows), dtype=torch.bool), recording)
-        return rank_hypotheses(wrong, where, stages=([trials.hypotheses],))
+        return rank_hypotheses(wrong, where, stages=([trials.right_rows], [trials.hypotheses]))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +75,8 @@ class _Trials:
     """The wrong rows of the logits, those of the shortest request first."""
     requests: Sequence[tuple[list[int], torch.Tensor]]
     """Tokens of each request, and the positions of its rows."""
+    left_out: frozenset[int]
+    """Requests with wrong rows that are not run."""
     meter: Meter = field(default_factory=Meter)
     """Of the right run over the first request."""
 
@@ -85,7 +88,7 @@ class _Trials:
         chosen = _wrong_rows(recording, golden, hf)
         if chosen is None:
             return None
-        rows, noise, requests = chosen
+        rows, noise, requests, left_out = chosen
         operation, dtype = hf.graph[hf.graph.logits], engine_dtype(recording)
         actual = gathered(locator, operation.tap, rows)
         expected = torch.cat([_logits(hf, *item) for item in requests])
@@ -106,7 +109,42 @@ class _Trials:
             hf=hf, recording=recording, locator=locator, actual=actual, slot_history=SlotHistory(recording),
             edit_budget=budget,
         )  # fmt: skip
-        return cls(wrong=wrong, requests=requests)
+        return cls(wrong=wrong, requests=requests, left_out=left_out)
+
+    def right_rows(self, wrong: WrongOperation) -> Iterator[Hypothesis]:
+        """Yield what a right model gives whose rows are returned in another form or in another's place."""
+        yield from hypotheses({
+            "log-softmax is returned in place of the logits": wrong.expected.log_softmax(dim=1),
+            "softmax is returned in place of the logits": wrong.expected.softmax(dim=1),
+        })  # fmt: skip
+        yield Hypothesis(
+            cause="the logits of the token before are returned",
+            output=torch.cat([_logits(wrong.hf, tokens, (at - 1).clamp(min=0)) for tokens, at in self.requests]),
+        )
+        factor = float((wrong.actual * wrong.expected).sum() / wrong.expected.square().sum())
+        yield Hypothesis(
+            cause=f"the logits are scaled by {factor:.4g}: a temperature, or the weight of the final norm or head",
+            output=factor * wrong.expected,
+            num_fitted=1,
+        )
+        output = self._rows_of_others()
+        if output is not None:
+            yield Hypothesis(cause="the logits of another request of the step are returned", output=output)
+
+    def _rows_of_others(self) -> torch.Tensor | None:
+        """Return in each row's place the nearest one of the other requests in its step; None if a row has none."""
+        wrong, output = self.wrong, self.wrong.expected.clone()
+        right, tap = dict(zip(wrong.rows.identities(), wrong.expected, strict=True)), wrong.operation.tap
+        for number in wrong.rows.step.unique().tolist():
+            step = wrong.recording.steps[number]
+            shown = list(zip(step_rows(step, tap).identities(), step.tap(tap).double(), strict=True))
+            for index in (wrong.rows.step == number).nonzero()[:, 0].tolist():
+                unlike = {int(wrong.rows.request[index]), *self.left_out}
+                others = [right.get(place, row) for place, row in shown if place[0] not in unlike]
+                if not others:
+                    return None
+                output[index] = min(others, key=lambda row: float((row - wrong.actual[index]).norm()))
+        return output
 
     def hypotheses(self, _wrong: WrongOperation) -> Iterator[Hypothesis]:
         """Yield what the model gives with one change of it, where that comes near to what was recorded."""
@@ -115,13 +153,14 @@ class _Trials:
         with budget.spent(), self.meter, lines_run() as lines:
             _logits(self.wrong.hf, *self.requests[0])
         changes = changes_of_model(self.wrong, lines)
+        not_tried = "" if are_weights_held(self.wrong.hf) else f"; {_NOT_TRIED}"
         for number, (likelihood, change) in enumerate(changes):
             if first is not None and likelihood > first:
                 return  # what is less likely and fits as well would say less
             if budget.left <= 0:
                 budget.notes[self.wrong.operation.tap] = (
                     f"{number:,} of {len(changes):,} changes of the model were tried in the time for them "
-                    "(--explain-seconds)"
+                    f"(--explain-seconds){not_tried}"
                 )
                 return
             with budget.spent():
@@ -129,6 +168,8 @@ class _Trials:
             if hypothesis is not None:
                 first = likelihood if first is None else first
                 yield hypothesis
+        if not_tried:
+            budget.notes[self.wrong.operation.tap] = _NOT_TRIED
 
     def _hypothesis(self, change: ModelChange) -> Hypothesis | None:
         count = len(self.requests[0][1])
@@ -169,8 +210,8 @@ class _Trials:
 
 def _wrong_rows(
     recording: Recording, golden: Golden, hf: HFModel
-) -> tuple[Rows, torch.Tensor, list[tuple[list[int], torch.Tensor]]] | None:
-    """Return rows beyond HF's noise, that noise [R], and the tokens and positions of each of their requests."""
+) -> tuple[Rows, torch.Tensor, list[tuple[list[int], torch.Tensor]], frozenset[int]] | None:
+    """Return rows beyond HF's noise, that noise [R], tokens and positions of each request, and those left out."""
     truth, tap = golden.truth, hf.graph.logits
     theirs = Locator(truth.recording, match_requests(truth.recording, recording, is_pool=truth.is_pool))
     errors = propagated_errors(recording, theirs, truth.noise, hf.graph, {tap}, sketched=truth.sketched).errors.get(tap)
@@ -189,7 +230,8 @@ def _wrong_rows(
         order.append(here)
         requests.append((tokens[request][: last[request] + 1], rows.position[here]))
     chosen = torch.cat(order)
-    return rows.select(chosen), noise[chosen], requests
+    left_out = frozenset(last) - set(rows.request[chosen].tolist())
+    return rows.select(chosen), noise[chosen], requests, left_out
 
 
 def _logits(hf: HFModel, tokens: list[int], positions: torch.Tensor) -> torch.Tensor:

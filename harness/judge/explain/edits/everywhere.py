@@ -37,7 +37,10 @@ def changes_of_model(wrong: WrongOperation, lines: LinesRun) -> list[tuple[int, 
         wrong: the logits.
         lines: of HF's code that ran.
     """
-    exchanges, of_sites = _by_reach(_exchanges(wrong.hf)), _by_reach(_of_sites(wrong))
+    is_held = are_weights_held(wrong.hf)  # what is read for each run has no value to change
+    exchanges, of_sites = (
+        _by_reach(items if is_held else iter(())) for items in (_exchanges(wrong.hf), _of_sites(wrong))
+    )
     of_code = sorted(changes_of_classes(wrong.hf.model, lines), key=lambda change: change.rank)
     likely = [change for change in of_code if change.rank == LIKELY]
     in_all, in_one = zip(exchanges, of_sites, strict=True)
@@ -47,6 +50,11 @@ def changes_of_model(wrong: WrongOperation, lines: LinesRun) -> list[tuple[int, 
         for number, group in enumerate(groups)
         for change in sorted(group, key=lambda change: change.is_fitted)
     ]
+
+
+def are_weights_held(hf: HFModel) -> bool:
+    """Whether the model's weights are in memory between its runs."""
+    return not any(parameter.is_meta for parameter in hf.model.parameters())
 
 
 def _by_reach(changes: Iterator[ModelChange]) -> tuple[list[ModelChange], list[ModelChange]]:
