@@ -15,7 +15,7 @@ DEFAULT_CHUNK_SIZE = 7
 
 Trigger = Literal[
     "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "equal_lengths",
-    "shared_prefix", "repeated_token", "reordered", "paused", "uneven_end", "block_boundary", "new_block",
+    "same_token", "shared_prefix", "repeated_token", "reordered", "paused", "uneven_end", "block_boundary", "new_block",
     "prefix_hit", "partial_hit", "evicted", "forked", "preempted", "rewound", "drafts_accepted", "drafts_together",
     "gqa", "window_exceeded", "rope_extended", "near_tie",
 ]  # fmt: skip

@@ -342,6 +342,8 @@ class Extent:
     """Most steps of others that a request sat out between two of its own."""
     taken_back: Annotated[int | None, LARGEST] = None
     """Most tokens of a request that were given up at once: rejected drafts, or a continuation that was taken back."""
+    hit_sizes: Annotated[tuple[int, ...], UNION] = ()
+    """Numbers of tokens that requests found in the cache."""
     most_hits: Annotated[int | None, LARGEST] = None
     """Most requests that found one beginning in the cache."""
     all_positions: Annotated[int | None, LARGEST] = None

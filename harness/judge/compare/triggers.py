@@ -187,6 +187,13 @@ def _of_batch(present: Sequence[int], step: Step, seen: _Seen) -> Iterator[str]:
     prefixes = {seen.prefixes.at(request, int(positions[request].max())) for request in present}
     if len(prefixes) < len(present):
         yield "equal_requests"
+    decoded = [
+        seen.token_ids[request][int(of_request.max())]
+        for request, of_request in positions.items()
+        if _is_decode(step, request, of_request, seen.prompt_lengths[request])
+    ]
+    if len(set(decoded)) < len(decoded):
+        yield "same_token"
     lengths = [len(of_request) for of_request in positions.values() if len(of_request) > 1]
     if len(set(lengths)) < len(lengths):
         yield "equal_lengths"
@@ -292,12 +299,13 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
         request.id: request.id if request.draft_of is None else request.draft_of
         for request in recording.manifest.requests
     }
-    prefixes, hits = Prefixes(recording.manifest.requests), Counter[int]()
+    prefixes, hits, hit_sizes = Prefixes(recording.manifest.requests), Counter[int](), set[int]()
     for at, step in enumerate(steps):
         for request in step.request.unique().tolist():
             positions = step.position[step.request == request]
             if request not in latest and int(positions.min()) and request == request_of[request]:
                 hits[prefixes.at(request, int(positions.min()) - 1)] += 1
+                hit_sizes.add(int(positions.min()))
             num_chunks[request] += int(positions.min()) < prompt_lengths[request]
             longest_pause = max(longest_pause, at - latest.get(request_of[request], at - 1) - 1)
             latest[request_of[request]] = at
@@ -316,6 +324,7 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
         most_chunks=max(num_chunks.values(), default=0),
         longest_pause=longest_pause,
         taken_back=max((last.get(draft.id, -1) + 1 - draft.prompt_length for draft in drafts), default=0),
+        hit_sizes=tuple(sorted(hit_sizes)),
         most_hits=max(hits.values(), default=0),
         all_positions=None if traits is None else traits.num_positions,
         all_token_ids=None if traits is None else traits.vocab_size,
@@ -324,8 +333,8 @@ def extent(recording: Recording, traits: Traits | None) -> Extent:
 
 _OF_ANY_ENGINE = (
     "decode", "chunked_prefill", "batch", "ragged_batch", "mixed_batch", "equal_requests", "equal_lengths",
-    "shared_prefix", "repeated_token", "reordered", "paused", "uneven_end", "prefix_hit", "partial_hit", "evicted",
-    "forked", "preempted", "drafts_together",
+    "same_token", "shared_prefix", "repeated_token", "reordered", "paused", "uneven_end", "prefix_hit", "partial_hit",
+    "evicted", "forked", "preempted", "drafts_together",
 )  # fmt: skip
 _MESSAGES: Mapping[str, str] = {
     "decode": "no decode step ran: every row was a prompt's (raise --max-new-tokens to at least 2)",
@@ -335,6 +344,7 @@ _MESSAGES: Mapping[str, str] = {
     "mixed_batch": "no step held a prompt's rows beside a request in decode (use the schedule mixed)",
     "equal_requests": "no step held two requests of the same tokens (give a prompt twice, under the schedule batched)",
     "equal_lengths": "no step computed as many tokens of one prompt as of another (give prompts of equal lengths)",
+    "same_token": "no decode step computed the same token for two requests (give a prompt twice)",
     "repeated_token": "no step computed a token that equals the one before it (repeat a token in a prompt)",
     "shared_prefix": "no step held two requests whose first two tokens alone are the same (give such prompts)",
     "reordered": "no step held its requests in another order than that in which they came",

@@ -391,7 +391,8 @@ def _extent(extent: Extent) -> Iterator[str]:
     if extent.longest_pause:
         yield f"pauses of at most {count(extent.longest_pause, 'step')}"
     if extent.most_hits:
-        yield f"at most {count(extent.most_hits, 'request')} with one beginning in the cache"
+        found_by = f"each by at most {count(extent.most_hits, 'request')}"
+        yield f"beginnings of {_sizes(extent.hit_sizes)} tokens in the cache, {found_by}"
     if extent.taken_back:
         yield f"at most {count(extent.taken_back, 'token')} taken back at once"
     for number_of, whole, what in (

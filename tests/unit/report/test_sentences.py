@@ -100,13 +100,21 @@ def test_how_much_a_workload_had_is_said_with_the_largest_of_many_sizes():
         Extent(
             requests_at_once=3, requests=3, steps=22, step_sizes=(1, 7), shortest_prompt=9, chunks=(7,), most_chunks=2
         ),
-        Extent(requests_at_once=1, requests=6, steps=9, step_sizes=tuple(range(3, 12)), longest_pause=4, most_hits=2),
+        Extent(
+            requests_at_once=1,
+            requests=6,
+            steps=9,
+            step_sizes=tuple(range(3, 12)),
+            longest_pause=4,
+            hit_sizes=(8, 12),
+            most_hits=2,
+        ),
     ]
     runs = [replace(sound_run(), coverage=Coverage(extent=extent)) for extent in extents]
     assert dict(facts(check(*runs)))["reached"] == (
         "at most 3 requests in a step, 6 requests and 22 steps in a schedule, steps of 1, 3, 4, 5, 6, 7, 8, 9 and 2 "
         "more up to 11 tokens, prompts of at least 9 tokens, chunks of 7 tokens, at most 2 of a prompt, "
-        "pauses of at most 4 steps, at most 2 requests with one beginning in the cache"
+        "pauses of at most 4 steps, beginnings of 8, 12 tokens in the cache, each by at most 2 requests"
     )
 
 

@@ -62,6 +62,7 @@ def test_what_was_not_reached_is_what_this_model_and_engine_can_meet():
         "mixed_batch",
         "equal_requests",
         "equal_lengths",
+        "same_token",
         "shared_prefix",
         "repeated_token",
         "reordered",
@@ -177,6 +178,7 @@ def test_what_an_earlier_request_found_in_the_cache_is_computed_again():
     assert "evicted" not in reached_triggers(recorded(first, again, hit))
     assert "evicted" in unreached_triggers(recorded(first), ("prefix_hit",), PLAIN)
     assert extent(recorded(first, hit, step(2, [2] * 2, [2, 3])), PLAIN).most_hits == 2
+    assert extent(recorded(first, hit, step(2, [2] * 2, [2, 3])), PLAIN).hit_sizes == (2,)
     assert extent(recorded(first, hit, step(2, [2], [3])), PLAIN).most_hits == 1
     assert extent(recorded(first), PLAIN).most_hits == 0
 
@@ -330,6 +332,9 @@ def by_definition(steps, requests):
         numbers = [number for number in Counter(of for of, _ in rows).values() if number > 1]
         if len(set(numbers)) < len(numbers):
             reached.add("equal_lengths")
+        decoded = [requests[of][0][max(at for who, at in rows if who == of)] for of in in_decode]
+        if len(present) > 1 and len(set(decoded)) < len(decoded):
+            reached.add("same_token")
         if any((of, at + 1) in rows and requests[of][0][at] == requests[of][0][at + 1] for of, at in rows):
             reached.add("repeated_token")
         if any(one[:2] == two[:2] and one != two for one in prefixes for two in prefixes):
