@@ -188,6 +188,9 @@ def test_what_requests_of_a_step_are_to_each_other():
     assert "shared_prefix" not in reached_triggers(recording(step(0, [0, 1], [3, 3])))
     assert "equal_lengths" in reached_triggers(recording(step(0, [0, 0, 1, 1], [0, 1, 0, 1])))
     assert "equal_lengths" not in reached_triggers(recording(step(0, [0, 1], [3, 3])))
+    assert "same_token" in reached_triggers(recording(step(0, [0, 1], [4, 4])))
+    assert "same_token" not in reached_triggers(recording(step(0, [0, 1], [4, 5]))), "other tokens"
+    assert "same_token" not in reached_triggers(recording(step(0, [0, 1], [3, 3]))), "of prompts"
     assert "reordered" in reached_triggers(recording(step(0, [1, 0], [3, 2])))
     assert "reordered" not in reached_triggers(recording(step(0, [0, 0, 1], [3, 4, 2])))
 
