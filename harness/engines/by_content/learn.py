@@ -78,6 +78,8 @@ class _Probes:
         self.stepper, self.hf, self.numbers, self.draw = stepper, hf, numbers, draw
         self.ahead = tokens_ahead(stepper)
         self.num_forwards: list[int] = []
+        self.num_columns = 0
+        """Of what a step returned."""
         self._open: list[int] = []
         """Requests that have not ended."""
 
@@ -111,6 +113,7 @@ class _Probes:
         """Run a step; `earlier` are the tokens of each request before it."""
         forwards, returned = run_step(self.stepper, work, teller, keep=_copied, following=following)
         self.num_forwards.append(len(forwards))
+        self.num_columns = returned.shape[1]
         before = earlier or [[] for _ in work]
         asked = [RequestWork([*old, *tokens], first) for (_, tokens, first), old in zip(work, before, strict=True)]
         return _Step(forwards, asked, returned.detach().to("cpu", copy=True))
@@ -171,6 +174,7 @@ def _learn(probes: _Probes, dtype: torch.dtype, tap_names: Mapping[str, str] | N
         num_tensors=num_tensors,
         num_forwards=(min(probes.num_forwards), max(probes.num_forwards)) if teller.lookups else None,
         refusal=refusal,
+        num_columns=probes.num_columns,
     )
 
 
@@ -208,20 +212,20 @@ def _taps(
     with hf.followed_by([end]):
         later.tell_apart(first)
     if set(later.taps) <= {hf.graph.logits}:
-        _refuse_narrow(type(probes.stepper).__name__, prefill.returned, hf)
+        _refuse_narrow(probes)
     return later.taps, later.uncertain, len(seen)
 
 
-def _refuse_narrow(engine: str, returned: torch.Tensor, hf: HFModel) -> None:
+def _refuse_narrow(probes: _Probes) -> None:
     """Refuse an engine that shows its logits alone, and not for each token: nothing of it could be judged."""
-    num_tokens = hf.graph[hf.graph.logits].shape[-1]
-    if returned.shape[1] < num_tokens:
+    num_tokens = probes.hf.graph[probes.hf.graph.logits].shape[-1]
+    if probes.num_columns < num_tokens:
         raise HarnessError(
             Code.ENGINE_CANNOT_SERVE,
             "the engine's step does not return a logit for each token of the vocabulary",
-            where=f"{engine}.step",
+            where=f"{type(probes.stepper).__name__}.step",
             expected=f"{num_tokens} columns",
-            actual=f"{returned.shape[1]} columns",
+            actual=f"{probes.num_columns} columns",
             hint="return the logits of the whole vocabulary",
         )
 

@@ -128,7 +128,7 @@ class StepEngine:
             sampled_only=tuple(
                 tap for tap, mapped in learned.taps.items() if mapped.is_sampled_only and tap not in graph.head
             ),
-            notes=(*_notes(learned), *getattr(stepper, "notes", ())),
+            notes=(*_notes(learned, graph), *getattr(stepper, "notes", ())),
             seen=_seen(learned, stepper, graph, kept),
             sources=_sources(learned, stepper),
         )
@@ -441,10 +441,16 @@ def _tokens(parts: list[Part]) -> list[int]:
     return [token for request, positions in parts for token in request.token_ids[positions.start : positions.stop]]
 
 
-def _notes(learned: TapMap) -> Iterator[str]:
+def _notes(learned: TapMap, graph: Graph) -> Iterator[str]:
     """Yield notes on the map for the report."""
     if learned.refusal is not None:
         yield f"each step has one request, since one of two raised {learned.refusal}"
+    num_tokens = graph[graph.logits].shape[-1]
+    if learned.num_columns > num_tokens:
+        yield (
+            f"the step returns {learned.num_columns:,} logits for {num_tokens:,} tokens: of the others it was judged "
+            "only that none is the largest"
+        )
     guessed = [mapped.tap for mapped in learned.taps.values() if mapped.evidence not in ("content", "definition")]
     if guessed:
         yield f"found by what is around them, since their own value is another: {', '.join(guessed[:4])}"

@@ -79,6 +79,8 @@ class TapMap:
     """Fewest and most forwards in the steps that were learned from; None if the engine shows no look-up."""
     refusal: str | None = None
     """What the engine raised in a step of several requests."""
+    num_columns: int = 0
+    """Of what a step returns."""
 
     @property
     def sites(self) -> frozenset[Site]:

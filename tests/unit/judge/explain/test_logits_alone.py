@@ -186,6 +186,17 @@ def test_logits_of_fewer_tokens_than_the_vocabulary_are_refused(open_engine, che
     assert (caught.value.expected, caught.value.actual) == ("256 columns", "255 columns")
 
 
+@pytest.mark.parametrize(("padding", "passes"), [(-1e4, True), (1e4, False)])
+def test_logits_beyond_the_vocabulary_are_told(open_engine, checkpoints, padding, passes):
+    engine = open_engine()
+    step = engine.step
+    engine.step = lambda work: torch.nn.functional.pad(step(work), (0, 64), value=padding)
+    report = check(engine, checkpoints, schedules=["plain"])
+    assert bool(report) is passes
+    told = "the step returns 320 logits for 256 tokens: of the others it was judged only that none is the largest"
+    assert told in report.notes
+
+
 def test_what_an_engine_raises_for_several_requests_is_told_in_one_line(open_engine, checkpoints):
     engine = open_engine()
     step = engine.step
