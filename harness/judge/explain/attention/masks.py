@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from harness.judge.compare.evidence import AttentionContext
-from harness.judge.explain.attention.softmax import of_probabilities
+from harness.judge.explain.attention.softmax import added_to_sums, of_probabilities, sums_of_exponentials, with_added
 from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
 
 _PADDING = "padding is attended to: keys of zeros take part"
@@ -207,20 +207,16 @@ def padding_attended(wrong: WrongOperation) -> Iterator[Hypothesis]:
     Causes: padding is attended to: keys of zeros take part; keys are padded with zeros to a multiple of *n*; in a
     ragged batch.
     """
-    scores = [view.scores().masked_fill(~view.visible(), -torch.inf) for view in wrong.views]
-    log_total = torch.cat([score.logsumexp(dim=-1).T for score in scores])  # [R, N]
-    heads = log_total.shape[1]
-    actual, expected = (x.unflatten(1, (heads, -1)) for x in (wrong.actual, wrong.expected))
-    gain = (actual * expected).sum(-1) / expected.square().sum(-1)
-    if not bool((gain > 0).all()):
+    totals = sums_of_exponentials(wrong)
+    added = added_to_sums(wrong, totals)
+    if added is None:
         return
-    number = (log_total.exp() * (1 / gain - 1)).median(dim=1).values.round().clamp(min=0)
+    number = added.median(dim=1).values.round().clamp(min=0)
     how = _how_many_keys(wrong, number.to(torch.int64))
-    share = 1 / (1 + number[:, None] * (-log_total).exp())
     shown = ", ".join(str(int(n)) for n in number[:6].tolist())
     yield Hypothesis(
         cause=_PADDING if how is None else how,
-        output=(expected * share[..., None]).flatten(1),
+        output=with_added(wrong, totals, number[:, None]),
         detail=f"number of them, row by row: {shown}",
         num_fitted=len(number) if how is None else int(how == _PADDING),
         is_cause=how is not None,

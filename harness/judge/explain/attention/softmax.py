@@ -248,23 +248,25 @@ def other_sinks(wrong: WrongOperation) -> Iterator[Hypothesis]:
     take part in the softmax, which the model does not have; the logits of the attention sinks are off by *value*; the
     attention sinks are others than the model's.
     """
-    totals = _totals(wrong)  # [R, N]
+    totals = sums_of_exponentials(wrong)  # [R, N]
     heads, right = totals.shape[1], wrong.views[0].sinks
-    expected = wrong.expected.unflatten(1, (heads, -1))
     if right is None and any(_begins_at_once(view) for view in wrong.views):
         yield Hypothesis(
             cause="one is added to the sum of the exponentials: a key of zeros, or a sink whose logit is 0",
-            output=_with_sinks(expected, totals, torch.ones(heads, dtype=torch.float64)),
+            output=with_added(wrong, totals, torch.ones(heads, dtype=torch.float64)),
         )
-    added = _added_to_sums(wrong, totals)
+    of_rows = added_to_sums(wrong, totals)
+    if of_rows is None:
+        return
+    added = of_rows.median(dim=0).values
     meant = torch.zeros(heads, dtype=torch.float64) if right is None else right.exp()
-    if added is None or bool((meant + added <= 0).any()):
+    if bool((totals + added <= 0).any()) or bool((meant + added <= 0).any()):
         return
     used = meant + added
     if right is None:
         yield Hypothesis(
             cause="attention sinks take part in the softmax, which the model does not have",
-            output=_with_sinks(expected, totals, added),
+            output=with_added(wrong, totals, added),
             detail=f"their logits, head by head: {_shown(used.log())}",
             num_fitted=heads,
         )
@@ -274,25 +276,22 @@ def other_sinks(wrong: WrongOperation) -> Iterator[Hypothesis]:
         common = float(shift.median())
         yield Hypothesis(
             cause=f"the logits of the attention sinks are off by {common:+.3g}",
-            output=_with_sinks(expected, totals, meant * (torch.tensor(common).exp() - 1)),
+            output=with_added(wrong, totals, meant * (torch.tensor(common).exp() - 1)),
             num_fitted=1,
         )
     yield Hypothesis(
         cause="the attention sinks are others than the model's",
-        output=_with_sinks(expected, totals, added),
+        output=with_added(wrong, totals, added),
         detail=f"their logits are off, head by head, by {_shown(shift)}",
         num_fitted=heads,
     )
 
 
-def _added_to_sums(wrong: WrongOperation, totals: torch.Tensor) -> torch.Tensor | None:
-    """Return the numbers that give the actual rows if they are added to the heads' sums, [N]; None if none do."""
+def added_to_sums(wrong: WrongOperation, totals: torch.Tensor) -> torch.Tensor | None:
+    """Return the numbers [R, N] that give the actual rows if they are added to the sums; None if none do."""
     actual, expected = (x.unflatten(1, (totals.shape[1], -1)) for x in (wrong.actual, wrong.expected))
     share = (actual * expected).sum(-1) / expected.square().sum(-1)
-    if not bool((share > 0).all()):
-        return None
-    added = (totals * (1 / share - 1)).median(dim=0).values
-    return None if bool((totals + added <= 0).any()) else added
+    return totals * (1 / share - 1) if bool((share > 0).all()) else None
 
 
 def _begins_at_once(view: AttentionContext) -> bool:
@@ -301,19 +300,22 @@ def _begins_at_once(view: AttentionContext) -> bool:
     return int(view.rows.position.min()) == first
 
 
-def _totals(wrong: WrongOperation) -> torch.Tensor:
+def sums_of_exponentials(wrong: WrongOperation) -> torch.Tensor:
     """Return the sums of each row's exponentials, its sink among them: [R, N]."""
-    return torch.cat([_total(view) for view in wrong.views])
+    return torch.cat([_sums(view) for view in wrong.views])
 
 
-def _total(view: AttentionContext) -> torch.Tensor:
+def _sums(view: AttentionContext) -> torch.Tensor:
     scores = view.scores().masked_fill(~view.visible(), -torch.inf)
     total = scores.exp().sum(dim=-1).T
     return total if view.sinks is None else total + view.sinks.exp()
 
 
-def _with_sinks(expected_RNH: torch.Tensor, totals_RN: torch.Tensor, added_N: torch.Tensor) -> torch.Tensor:
-    return (expected_RNH * (totals_RN / (totals_RN + added_N))[..., None]).flatten(1)
+def with_added(wrong: WrongOperation, totals: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """Return what the rows would be if these numbers, [N] or [R, 1], were added to the sums [R, N]."""
+    share_RN = totals / (totals + added)
+    rows: torch.Tensor = wrong.expected.unflatten(1, (totals.shape[1], -1)) * share_RN[..., None]
+    return rows.flatten(1)
 
 
 def _shown(values: torch.Tensor) -> str:

@@ -15,22 +15,10 @@ ROUND, FACTOR = "_rounded", "_fitted"
 """Names in a changed program: the rounding function, and the number that is fitted."""
 NORMS = "norms"
 """Key of the alternatives: norms that a module may be put behind."""
-_COMPUTES_NOTHING = frozenset(
-    (
-        "to",
-        "view",
-        "reshape",
-        "contiguous",
-        "size",
-        "type",
-        "float",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "expand",
-        "clone",
-    )
-)
+_COMPUTES_NOTHING = {
+    "to", "view", "reshape", "contiguous", "size", "type", "float", "unsqueeze", "squeeze", "flatten", "expand",
+    "clone",
+}  # fmt: skip
 _INSTEAD = {
     "mean": ("{0}.sum(-1, keepdim=True)",),
     "sum": ("{0}.mean(-1, keepdim=True)",),
