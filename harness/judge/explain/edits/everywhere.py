@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,6 +25,8 @@ _EPS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3)
 _THETAS = (5e3, 1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 """What configs of the families in transformers have."""
 _NAMES_OF_EPS = ("eps", "variance_epsilon", "epsilon")
+_ROTARY = "apply_rotary_pos_emb"
+"""Name in transformers of what rotates queries and keys."""
 _LAYER = re.compile(r"\.\d+(?=\.)")
 _Make = Callable[[float], AbstractContextManager[Any]]
 
@@ -44,7 +47,7 @@ def changes_of_model(wrong: WrongOperation, lines: LinesRun) -> list[tuple[int, 
     of_code = sorted(changes_of_classes(wrong.hf.model, lines), key=lambda change: change.rank)
     likely = [change for change in of_code if change.rank == LIKELY]
     in_all, in_one = zip(exchanges, of_sites, strict=True)
-    groups = ([*_settings(wrong.hf), *likely], *in_all, *in_one, of_code[len(likely) :])
+    groups = ([*_settings(wrong.hf), *_rotations(wrong.hf), *likely], *in_all, *in_one, of_code[len(likely) :])
     return [
         (2 * number + change.is_fitted, change)
         for number, group in enumerate(groups)
@@ -77,6 +80,31 @@ def _settings(hf: HFModel) -> Iterator[ModelChange]:
             if value != theta:
                 power = math.log(value) / math.log(theta)
                 yield _change(f"rotary theta is {value:g} instead of {theta:g}", partial(_powers, tables, power))
+
+
+def _rotations(hf: HFModel) -> Iterator[ModelChange]:
+    """Yield rotary over the other pairs of a head's elements: products of queries and keys keep an order of both."""
+    places = {type(module).__module__: None for module in hf.model.modules()}
+    holders = [sys.modules[name] for name in places if hasattr(sys.modules.get(name), _ROTARY)]
+    neighbours, halves = "neighbouring pairs (interleaved)", "half-split pairs"
+    for shape, actual, expected in (((-1, 2), neighbours, halves), ((2, -1), halves, neighbours)):
+        makes = [partial(_rotated, holder, shape) for holder in holders]
+        if makes:
+            yield _change(f"rotary over {actual} instead of {expected}", partial(_all, makes))
+
+
+@contextmanager
+def _rotated(holder: Any, shape: tuple[int, int], _factor: float) -> Iterator[None]:
+    rotate = getattr(holder, _ROTARY)
+
+    def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        size = cos.shape[-1]
+        order = torch.arange(size, device=q.device).view(shape).T.flatten()
+        ordered = (torch.cat((x[..., :size][..., order], x[..., size:]), dim=-1) for x in (q, k))
+        return rotate(*ordered, cos, *rest, **options)
+
+    with replaced(holder, _ROTARY, rotated):
+        yield
 
 
 def _exchanges(hf: HFModel) -> Iterator[ModelChange]:

@@ -153,6 +153,15 @@ def test_right_logits_that_are_returned_wrongly_are_named(open_engine, checkpoin
     assert cause in explanation.cause
 
 
+def test_rotary_over_other_pairs_is_named(open_engine, checkpoints):
+    engine = open_engine()
+    rotated, order = engine.rotated, np.arange(HEAD_SIZE).reshape(-1, 2).T.flatten()
+    engine.rotated = lambda x: rotated(x[..., order])
+    report = check(engine, checkpoints, schedules=["plain"], explain_seconds=20)
+    cause = report.runs[0].first_divergence.explanation.cause
+    assert cause == "rotary over neighbouring pairs (interleaved) instead of half-split pairs"
+
+
 def test_logits_of_the_token_before_are_named(open_engine, checkpoints):
     engine = open_engine()
     logits = engine.logits
