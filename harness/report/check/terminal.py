@@ -189,7 +189,7 @@ def cost_text(result: CheckCost, *, tablefmt: str = "simple") -> str:
         f"memory   {peak} at most beside mapped files and an engine in another process; "
         f"{_gb(result.available_bytes)} GB are free",
     ]
-    return errors.printable("\n".join(lines))
+    return printable("\n".join(lines), keeps_lines=True)
 
 
 def _gb(num_bytes: int) -> str:

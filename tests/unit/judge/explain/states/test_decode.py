@@ -31,7 +31,9 @@ def explanation_of(family, folder, break_it):
     model = build(family, seed=7)
     model.save_pretrained(folder)
     break_it(model)
-    report = harness.check(model, model=folder, prompts=PROMPTS, max_new_tokens=5, schedules=["plain"])
+    report = harness.check(
+        model, model=folder, prompts=PROMPTS, max_new_tokens=5, schedules=["plain"], explain_seconds=60
+    )
     return report.first_divergence.explanation
 
 
