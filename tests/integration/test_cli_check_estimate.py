@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-GOLDEN = ["loading", "graph of the model", "continuation", "truth and control"]
+GOLDEN = ["loading", "graph of the model", "continuation"]
 
 
 @pytest.fixture
