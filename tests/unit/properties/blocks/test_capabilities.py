@@ -64,7 +64,7 @@ def test_a_program_keeps_to_the_declared_sizes_and_stays_short() -> None:
     made = re.search(r"BlockSizeIgnored\(num_blocks=(\d+), block_size=(\d+)\)", finding.program)
     assert made is not None
     assert (int(made[1]), int(made[2])) == (4, 16)
-    assert re.search(r"\[0\] \* 1[56]", finding.program)
+    assert re.search(r"\[0\] \* \d+", finding.program), "all tokens are the same"
     assert len(finding.program.splitlines()) <= 9
 
 
