@@ -6,13 +6,16 @@ The machine's memory counts within the limit of the container that it runs in.
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
-_YOUNG_SEARCHES = 1000
+_YOUNG_SEARCHES = 200
 """Searches of younger objects after which the garbage collector searches all; Python's default is 10."""
+_OLDEST = 2
+_MANY_OBJECTS = 500
+"""Objects that a search finds where all are worth searching: imports leave up to 100."""
 CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -73,10 +76,18 @@ def collecting_no_garbage() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """Have Python's garbage collector search all objects rarely, for the rest of the process.
+    """Have Python's garbage collector search all objects rarely, until such a search finds something.
 
     A search of all that torch and transformers import takes 0.2 s and finds nothing, and a check of a tiny model had
-    seven. Young objects, among them the cycles that hold tensors, are searched as often as before.
+    seven. Young objects, among them the cycles that hold tensors, are searched as often as before. What makes many
+    engines leaves older ones in cycles.
     """
-    young, middle, _ = gc.get_threshold()
+    thresholds = young, middle, _ = gc.get_threshold()
+
+    def search_more(phase: str, info: Mapping[str, int]) -> None:
+        if phase == "stop" and info["generation"] == _OLDEST and info["collected"] > _MANY_OBJECTS:
+            gc.callbacks.remove(search_more)
+            gc.set_threshold(*thresholds)
+
+    gc.callbacks.append(search_more)
     gc.set_threshold(young, middle, _YOUNG_SEARCHES)

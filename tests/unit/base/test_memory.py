@@ -50,24 +50,37 @@ def test_the_collector_is_as_before_after_an_exception(was_enabled):
         gc.enable()
 
 
-def test_young_cycles_are_collected_while_all_objects_are_searched_rarely():
-    class Node:
-        pass
+class Node:
+    def __init__(self):
+        self.itself = self
 
-    def make_cycle():
-        node = Node()
-        node.itself = node
-        return weakref.ref(node)
 
-    threshold, kept = gc.get_threshold(), []
+@pytest.fixture
+def rare_collections():
+    before, callbacks = gc.get_threshold(), list(gc.callbacks)
     gc.collect()
-    try:
-        memory.collect_rarely()
-        num_full = gc.get_stats()[2]["collections"]
-        cycles = [make_cycle() for _ in range(1000)]
-        kept = [[] for _ in range(200_000)]  # with Python's thresholds, some full collections
-        assert gc.get_stats()[2]["collections"] == num_full
-        assert not any(cycle() for cycle in cycles)
-    finally:
-        gc.set_threshold(*threshold)
-        del kept
+    gc.set_threshold(700, 10, 10)
+    memory.collect_rarely()
+    yield 700, 10, 10
+    gc.set_threshold(*before)
+    gc.callbacks[:] = callbacks
+
+
+def test_young_cycles_are_collected_while_all_objects_are_searched_rarely(rare_collections):
+    num_full = gc.get_stats()[2]["collections"]
+    cycles = [weakref.ref(Node()) for _ in range(1000)]
+    kept = [[] for _ in range(200_000)]  # with Python's thresholds, some full collections
+    assert gc.get_stats()[2]["collections"] == num_full
+    assert not any(cycle() for cycle in cycles)
+    del kept
+
+
+def test_all_objects_are_searched_as_before_once_that_finds_many(rare_collections):
+    assert gc.get_threshold() != rare_collections
+    gc.collect()
+    assert gc.get_threshold() != rare_collections, "nothing was found"
+    nodes = [Node() for _ in range(1000)]
+    gc.collect(1)  # they are old now
+    del nodes
+    gc.collect()
+    assert gc.get_threshold() == rare_collections
