@@ -160,10 +160,13 @@ def _learn(probes: _Probes, dtype: torch.dtype, tap_names: Mapping[str, str] | N
     batch, refusal, several = _batch(probes, teller)
     probes.finish()
     taps, uncertain, num_tensors = _taps(probes, teller, dtype, several, tap_names)
+    shows_logits_alone = set(taps) <= {probes.hf.graph.logits}
+    if shows_logits_alone:
+        _refuse_narrow(probes)
     if several:
         teller.learn_order_of_requests(several[0].forwards, several[0].work, several[0].returned)
-    shows_more = not set(taps) <= {probes.hf.graph.logits}  # logits are returned in the order of the work
-    if shows_more and not teller.lookups and batch is not StepBatch.ONE_REQUEST:
+    is_assumed = not teller.lookups and not shows_logits_alone  # which are returned in the order of the work
+    if is_assumed and batch is not StepBatch.ONE_REQUEST:
         batch = _assumed_batch(probes, teller, taps)
         probes.finish()
     return TapMap(
@@ -211,8 +214,6 @@ def _taps(
     later = LaterSteps(hf, prompt, first_step, next_step, rounding=rounding)
     with hf.followed_by([end]):
         later.tell_apart(first)
-    if set(later.taps) <= {hf.graph.logits}:
-        _refuse_narrow(probes)
     return later.taps, later.uncertain, len(seen)
 
 

@@ -17,7 +17,6 @@ import torch
 from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording
 from harness.judge.compare.align import Locator, Rows, match_requests, step_rows
-from harness.judge.compare.evidence import Evidence
 from harness.judge.compare.propagated import RATIO_BOUND, propagated_errors
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.shapes import engine_dtype
@@ -95,7 +94,7 @@ class _Trials:
         if actual is None or actual.shape != expected.shape or not bool(actual.isfinite().all()):
             return None
         unit = rounding_unit(dtype)
-        evidence = Evidence(
+        wrong = WrongOperation(
             operation=operation,
             rows=rows,
             expected=expected,
@@ -103,12 +102,13 @@ class _Trials:
             roundings=(actual - expected).norm(dim=1) / expected.norm(dim=1) / unit,
             bound=RATIO_BOUND / 2 * noise / unit,  # a trial allows twice as much
             dtype=dtype,
-        )
-        wrong = WrongOperation(
-            **{name: getattr(evidence, name) for name in evidence.__dataclass_fields__},
-            hf=hf, recording=recording, locator=locator, actual=actual, slot_history=SlotHistory(recording),
+            hf=hf,
+            recording=recording,
+            locator=locator,
+            actual=actual,
+            slot_history=SlotHistory(recording),
             edit_budget=budget,
-        )  # fmt: skip
+        )
         return cls(wrong=wrong, requests=requests, left_out=left_out)
 
     def right_rows(self, wrong: WrongOperation) -> Iterator[Hypothesis]:

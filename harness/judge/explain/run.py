@@ -109,10 +109,6 @@ def _explained(wrong: WrongOperation, where: str) -> Explanation:
     return with_failures(explanation, failures)
 
 
-def _with_note(explanation: Explanation, note: str) -> Explanation:
-    return replace(explanation, detail="; ".join(text for text in (explanation.detail, note) if text))
-
-
 class Explainer:
     """Explains the operations of one recording."""
 
@@ -159,10 +155,7 @@ class Explainer:
         """Explain an engine that shows its logits alone."""
         self._edit_budget.begin_explanation()
         explanation = explain_logits(self.recording, self.comparison.expected, self.hf, self.locator, self._edit_budget)
-        note = self._edit_budget.notes.get(tap)
-        if explanation is None or note is None or explanation.is_cause:
-            return explanation
-        return _with_note(explanation, note)
+        return self._with_note(explanation, tap)
 
     def explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation, and add where it begins to be wrong; None if no row of it is wrong."""
@@ -186,12 +179,15 @@ class Explainer:
         """Explain one operation, and cache the result; None if there is no evidence on its rows."""
         if operation.tap not in self._known:
             self._edit_budget.begin_explanation()
-            explanation = self._search(operation)
-            note = self._edit_budget.notes.get(operation.tap)
-            if note is not None and explanation is not None and not explanation.is_cause:
-                explanation = _with_note(explanation, note)
-            self._known[operation.tap] = explanation
+            self._known[operation.tap] = self._with_note(self._search(operation), operation.tap)
         return self._known[operation.tap]
+
+    def _with_note(self, explanation: Explanation | None, tap: str) -> Explanation | None:
+        """Add what was not tried of a tap, if no cause is asserted."""
+        note = self._edit_budget.notes.get(tap)
+        if note is None or explanation is None or explanation.is_cause:
+            return explanation
+        return replace(explanation, detail="; ".join(text for text in (explanation.detail, note) if text))
 
     def _search(self, operation: Operation) -> Explanation | None:
         errors, evidence = self.comparison.errors.get(operation.tap), self.comparison.evidence.get(operation.tap)

@@ -10,8 +10,7 @@ from itertools import pairwise
 
 from tabulate import tabulate
 
-from harness import errors
-from harness.errors import printable
+from harness.errors import Code, printable
 from harness.report.check.sentences import (
     divergence_lines,
     extent,
@@ -177,7 +176,7 @@ def cost_text(result: CheckCost, *, tablefmt: str = "simple") -> str:
     golden = "in the cache" if result.has_golden else "to be kept"
     requests = "1 request" if result.num_requests == 1 else f"{result.num_requests} requests"
     lines = [
-        f"{errors.Code.NOTHING_CHECKED}: nothing was checked: this is what a check would cost",
+        f"{Code.NOTHING_CHECKED}: nothing was checked: this is what a check would cost",
         f"{result.model} in {result.dtype}: {requests}, {result.num_tokens:,} tokens; measured on the first "
         f"{result.num_measured} of {result.num_layers} layers, the others taken by their parameters",
         "",
