@@ -34,10 +34,12 @@ class _Choosing:
         if operation is None:
             return None
         rows = as_rows(value.detach(), operation.token_dim, *self._shape)
-        replacement = self._choose(operation, rows.reshape(len(rows), -1).cpu())
+        # copies: HF may write into what a module returns (`clamp_` of queries)
+        replacement = self._choose(operation, rows.reshape(len(rows), -1).to("cpu", copy=True))
         if replacement is None:
             return None
-        return from_rows(replacement.to(value).reshape(rows.shape), value, operation.token_dim)
+        replaced = replacement.to(value.device, value.dtype, copy=True).reshape(rows.shape)
+        return from_rows(replaced, value, operation.token_dim)
 
     def attend(self, call: AttentionCall, function: Callable[..., object]) -> object:
         return run_attention(call, function)
