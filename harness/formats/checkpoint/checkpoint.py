@@ -264,8 +264,18 @@ class Checkpoint:
 
     @cached_property
     def weights_hash(self) -> str:
-        """The sha256 over the bytes of all shards in order, in hexadecimal; raises as `shards`."""
+        """The digest over the bytes of all shards in order (`files_digest`); raises as `shards`."""
         return files_digest(self._index[1])
+
+    def has_weights(self, digest: str | None) -> bool:
+        """Whether the weights have a digest of a recording: None is that of any, one without a prefix is a sha256."""
+        if digest is None or ":" in digest:
+            return digest in (None, self.weights_hash)
+        hasher = hashlib.sha256()
+        for shard in self.shards:
+            with shard.open("rb", buffering=0) as stream:
+                hashlib.file_digest(stream, lambda: hasher)  # goes on with it
+        return hasher.hexdigest() == digest
 
     @cached_property
     def settings_hash(self) -> str:

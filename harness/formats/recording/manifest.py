@@ -59,7 +59,7 @@ class ModelInfo(_Model):
     config_hash: str | None = None
     """sha256 of config.json, in hexadecimal."""
     weights_hash: str | None = None
-    """sha256 over the shards' bytes, in the order of their names."""
+    """Over the shards' bytes, in the order of their names: "blake3:" and BLAKE3 in hexadecimal, or a sha256 alone."""
 
 
 class RequestInfo(_Model):

@@ -119,7 +119,7 @@ def _oracle(
         return None, []
     check_device(device)
     checkpoint = Checkpoint(resolve(model, local_files_only=local_files_only))
-    is_same = recording.manifest.model.weights_hash in (None, checkpoint.weights_hash)
+    is_same = checkpoint.has_weights(recording.manifest.model.weights_hash)
     notes = [] if is_same else [f"ACTUAL was recorded from other weights than those of {model}, which judge it"]
     hf = load_adapted(checkpoint, dtype=_dtype(recording), device=device, lora=lora, mtp=mtp)
     if lora is not None and not is_same:
@@ -131,7 +131,7 @@ def _another_base(base: Checkpoint, recorded: Manifest, adapted: Collection[str]
     """Yield a note if the recorded checkpoint, if there is one still, differs from the base outside the adapter."""
     try:
         merged = Checkpoint(resolve(recorded.model.id, local_files_only=True))
-        if merged.weights_hash != recorded.model.weights_hash:
+        if not merged.has_weights(recorded.model.weights_hash):
             return
         ours, theirs = open_source(base.folder), open_source(merged.folder)
     except HarnessError:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import save_file
 
 from harness.errors import Code, HarnessError
@@ -266,31 +267,40 @@ class TestShards:
 class TestWeightsHash:
     def test_is_that_of_the_bytes_in_order(self, sharded):
         content = b"".join(shard.read_bytes() for shard in Checkpoint(sharded).shards)
-        assert Checkpoint(sharded).weights_hash == hashlib.sha256(content).hexdigest()
+        assert Checkpoint(sharded).weights_hash == f"blake3:{blake3(content).hexdigest()}"
+
+    def test_a_recording_may_have_it_as_a_sha256_or_lack_it(self, sharded):
+        one = Checkpoint(sharded)
+        content = b"".join(shard.read_bytes() for shard in one.shards)
+        for digest in (None, one.weights_hash, hashlib.sha256(content).hexdigest()):
+            assert one.has_weights(digest)
+        for digest in (hashlib.sha256(b"").hexdigest(), one.weights_hash[:-1], f"sha256:{'0' * 64}"):
+            assert not one.has_weights(digest)
 
     def test_is_remembered_until_a_shard_changes(self, sharded, cache, monkeypatch):
         monkeypatch.setattr(cache_module, "_SETTLED_NS", 0)
         first = Checkpoint(sharded).weights_hash
         (memo,) = (cache / "weights").iterdir()
-        memo.write_text("0" * 64)
-        assert Checkpoint(sharded).weights_hash == "0" * 64
+        memo.write_text(known := f"blake3:{'0' * 64}")
+        assert Checkpoint(sharded).weights_hash == known
         save_file({"a": torch.ones(2)}, sharded / "model-00001-of-00002.safetensors")
-        assert Checkpoint(sharded).weights_hash not in (first, "0" * 64)
+        assert Checkpoint(sharded).weights_hash not in (first, known)
 
     def test_files_that_were_written_a_moment_ago_are_hashed_again(self, sharded, cache):
-        assert len(Checkpoint(sharded).weights_hash) == 64
+        assert len(Checkpoint(sharded).weights_hash) == 71
         assert not (cache / "weights").exists()
 
     def test_a_damaged_memo_is_not_believed(self, sharded, cache, monkeypatch):
         monkeypatch.setattr(cache_module, "_SETTLED_NS", 0)
         first = Checkpoint(sharded).weights_hash
         (memo,) = (cache / "weights").iterdir()
-        memo.write_bytes(b"\xff")
-        assert Checkpoint(sharded).weights_hash == first
+        for damaged in (b"\xff", b"0" * 64):
+            memo.write_bytes(damaged)
+            assert Checkpoint(sharded).weights_hash == first
 
     def test_a_cache_that_cannot_be_written(self, sharded, cache):
         cache.write_text("a file")
-        assert len(Checkpoint(sharded).weights_hash) == 64
+        assert len(Checkpoint(sharded).weights_hash) == 71
 
 
 def test_cache_dir(monkeypatch, tmp_path):
