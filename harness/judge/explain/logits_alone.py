@@ -22,7 +22,7 @@ from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.explain.core.fit import fit_factor_near_one
 from harness.judge.explain.core.rerun import Budget, attributes_kept
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, gathered, hypotheses
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, explained, gathered, hypotheses
 from harness.judge.explain.edits.change import ModelChange
 from harness.judge.explain.edits.code import lines_run
 from harness.judge.explain.edits.everywhere import are_weights_held, changes_of_model
@@ -179,7 +179,7 @@ class _Trials:
             run = partial(self._under, change, self.requests[:1])
             factor = fit_factor_near_one(wrong.actual, wrong.expected, run)
         output = None if factor is None else self._under(change, self.requests[:1], factor)
-        if factor is None or output is None or self._share(output, wrong) < _SOME:
+        if factor is None or output is None or float(explained(wrong, output)[1].double().mean()) < _SOME:
             return None
         if len(self.requests) > 1:
             output = self._under(change, self.requests, factor)
@@ -201,11 +201,6 @@ class _Trials:
             return None
         has_shape = output.shape[1:] == self.wrong.actual.shape[1:]
         return output if has_shape and bool(output.isfinite().all()) and bool(output.any()) else None
-
-    @staticmethod
-    def _share(output: torch.Tensor, wrong: WrongOperation) -> float:
-        left = (wrong.actual - output).norm(dim=1) / output.norm(dim=1) / rounding_unit(wrong.dtype)
-        return float(((left <= 2 * wrong.bound) & (left <= _SOME * wrong.roundings)).double().mean())
 
 
 def _wrong_rows(

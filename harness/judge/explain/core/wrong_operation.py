@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from harness.base.metrics import rounding_unit
 from harness.formats.recording import Recording, Step
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Locator, Rows, step_rows
@@ -24,6 +25,10 @@ from harness.oracle.rotation import Rotation, rotations
 from harness.results.check import Provenance
 
 _MAX_WEIGHT_ELEMENTS = 1 << 27
+FALL = 0.5
+"""What the error of a row must fall to under a mistake that explains it, as a share of it."""
+ALLOWANCE = 2.0
+"""Times a row's bound that may be left, and roundings where it has none: a factor may be rounded, too."""
 _SAME = 1e-5
 """Relative distance within which an operation that is computed by itself is the one in HF's forward."""
 
@@ -45,7 +50,7 @@ class Hypothesis:
     """Further facts under it: a fitted value, a list of rows."""
     num_fitted: int = 0
     """Numbers that were fitted, over all rows together: each costs likelihood, and needs rows that support it."""
-    allowance: float = 2.0
+    allowance: float = ALLOWANCE
     """Times a row's own bound that its error may still be under it: under a cause other roundings may be made than in
     the right operation. What only describes an error, by an average over the rows for one, leaves what it does not
     describe, and has room for rounding alone."""
@@ -287,6 +292,25 @@ class WrongOperation(Evidence):
             for op in self.graph
             if op.kind is operation.kind and op.inputs == operation.inputs and op.tap != operation.tap
         ]
+
+
+def explained(
+    wrong: WrongOperation, output: torch.Tensor, rows: torch.Tensor | None = None, *, allowance: float = ALLOWANCE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a mistake leaves of wrong rows, in roundings, and whether it explains them: [n] each.
+
+    Args:
+        wrong: the rows.
+        output: [n, W] what the mistake gives.
+        rows: [n] their numbers; None for all.
+        allowance: times a row's bound that may be left.
+    """
+    at = torch.arange(len(wrong.actual)) if rows is None else rows
+    error, bound, roundings = (wrong.actual[at] - output).norm(dim=1), wrong.bound[at], wrong.roundings[at]
+    relative = torch.where(error == 0, 0.0, error / output.norm(dim=1))
+    residual = (relative / rounding_unit(wrong.dtype)).nan_to_num(nan=torch.inf)
+    most = (allowance * bound.clamp(min=1)).clamp(min=torch.where(bound > 0, 0.0, ALLOWANCE))
+    return residual, (residual <= most) & (residual <= FALL * roundings)
 
 
 def gathered(locator: Locator, tap: str, rows: Rows) -> torch.Tensor | None:

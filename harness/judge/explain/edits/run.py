@@ -18,13 +18,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from harness.base.metrics import rounding_unit
 from harness.formats.taps import Kind
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.judge.compare.evidence import PartInputs
 from harness.judge.explain.core.fit import fit_factor_near_one
 from harness.judge.explain.core.rerun import Budget, Rerun, attributes_kept, is_same
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation
+from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, explained
 from harness.judge.explain.edits.change import ModelChange
 from harness.judge.explain.edits.code import LinesRun, changes_of_code, lines_run, modules_around
 from harness.judge.explain.edits.held import changes_of_parameters
@@ -40,8 +39,6 @@ _SOME, _ALL = 0.5, 0.85
 """Shares of rows that come out as recorded: for a change to be told, and for less likely ones to be left out."""
 _MOST_MISTAKES = 32
 """Changes that are tried of one sound operation."""
-_FALL, _ALLOWANCE = 0.5, 2.0
-"""What a row's error must fall to, in shares of it and of its bound: as in the trial."""
 
 
 def other_code(wrong: WrongOperation) -> Iterator[Hypothesis]:
@@ -309,26 +306,18 @@ class _Trials:
 
     def share(self, output: torch.Tensor, rows: torch.Tensor | None = None) -> float:
         """Return the share of rows that come out as they were recorded: of all, or of those of the batch [n]."""
-        actual, bound, roundings = self._recorded
-        if rows is None:
-            output, rows = output[self.here], torch.arange(len(actual))
+        here = self.here.nonzero()[:, 0]
+        output, at = (output[here], here) if rows is None else (output, here[rows])
         if self.wrong.operation.kind is Kind.CHOICE:
-            return float(are_chosen_alike(actual[rows], output).double().mean())
-        relative = (actual[rows] - output).norm(dim=1) / output.norm(dim=1) / rounding_unit(self.wrong.dtype)
-        is_like = (relative <= _ALLOWANCE * bound[rows].clamp(min=1)) & (relative <= _FALL * roundings[rows])
-        return float(is_like.double().mean())
-
-    @property
-    def _recorded(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        wrong, here = self.wrong, self.here
-        return wrong.actual[here], wrong.bound[here], wrong.roundings[here]
+            return float(are_chosen_alike(self.wrong.actual[at], output).double().mean())
+        return float(explained(self.wrong, output, at)[1].double().mean())
 
     def _fitted(self, change: ModelChange) -> float | None:
         """Return the factor under which the rows come nearest to what was recorded; None if they differ otherwise."""
         if self.wrong.operation.kind is Kind.CHOICE:
             return None
         place, rows = self._few(change.module) or (self.part, torch.arange(len(self.right)))
-        actual = self._recorded[0][rows]
+        actual = self.wrong.actual[self.here][rows]
         return fit_factor_near_one(actual, self.right[rows], lambda factor: self._under(change, factor, place))
 
     def _few(self, path: str) -> tuple[_Place, torch.Tensor] | None:

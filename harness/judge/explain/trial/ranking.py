@@ -17,13 +17,12 @@ from harness.formats.taps import Kind
 from harness.judge.compare.evidence import guarded
 from harness.judge.explain.attention.unshown import unshown_attention
 from harness.judge.explain.causes import stages_of
-from harness.judge.explain.core.wrong_operation import Explain, Hypothesis, WrongOperation
+from harness.judge.explain.core.wrong_operation import ALLOWANCE, FALL, Explain, Hypothesis, WrongOperation, explained
 from harness.judge.explain.trial.description import pattern
 from harness.judge.explain.trial.not_finite import not_finite
 from harness.judge.explain.trial.unrecorded import OF_UNRECORDED_ATTENTION, OF_UNSHOWN_ATTENTION, unrecorded_attention
 from harness.results.check import Explanation
 
-_FALL = 0.5
 _FITTED_WELL = {Kind.ATTENTION: 3, Kind.ROTARY: 3}
 """Fitted numbers of a cause beside which nothing more general is tried: scales, bases, places of blocks. Of other kinds
 of operation, changes of HF's code often say the same without a number."""
@@ -50,8 +49,6 @@ _TOLD_IN_FLOAT32 = 50.0
 """Roundings to float32 by which two causes differ that float32 would tell apart."""
 _SAME = 1e-6
 """Relative distance up to which two causes give the same numbers, in whatever dtype they are seen."""
-_EXACT_ALLOWANCE = 2.0
-"""Roundings that the right cause may leave if none is allowed: a factor may be rounded, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +69,7 @@ class Trial:
     def of(cls, hypothesis: Hypothesis, wrong: WrongOperation) -> "Trial":
         """Compare what a hypothesis gives with the wrong rows."""
         bound = wrong.bound.clamp(min=1)
-        error = (wrong.actual - hypothesis.output).norm(dim=1)
-        relative = torch.where(error == 0, 0.0, error / hypothesis.output.norm(dim=1))
-        residual = (relative / rounding_unit(wrong.dtype)).nan_to_num(nan=torch.inf)
-        least = torch.where(wrong.bound > 0, 0.0, _EXACT_ALLOWANCE)
-        holds = (residual <= (hypothesis.allowance * bound).clamp(min=least)) & (residual <= _FALL * wrong.roundings)
+        residual, holds = explained(wrong, hypothesis.output, allowance=hypothesis.allowance)
         num_rows = len(wrong.actual[holds].unique(dim=0)) if bool(holds.any()) else 0  # copies of a row count once
         num_values = num_rows * wrong.num_elements
         is_near = bool(holds.any()) and float((wrong.roundings / bound)[holds].median()) < _NEAR
@@ -91,7 +84,7 @@ class Trial:
     def share(self) -> float:
         """Of the decisive rows, that it holds for; of all, where that is less than half."""
         share, decisive = float(self.holds.float().mean()), self.hypothesis.decisive
-        return share if decisive is None or share < _FALL else float(self.holds[decisive].float().mean())
+        return share if decisive is None or share < FALL else float(self.holds[decisive].float().mean())
 
     @property
     def is_cause(self) -> bool:
@@ -317,7 +310,7 @@ def _is_perfect(trial: Trial, wrong: WrongOperation) -> bool:
 
 def _leaves_nothing(trial: Trial, wrong: WrongOperation) -> bool:
     """Whether every row is within its bound under a cause: what a number of each row takes off is rounding."""
-    allowance = torch.where(wrong.bound > 0, wrong.bound.clamp(min=1), _EXACT_ALLOWANCE)
+    allowance = torch.where(wrong.bound > 0, wrong.bound.clamp(min=1), ALLOWANCE)
     return bool((trial.holds & (trial.residual <= allowance)).all())
 
 
