@@ -170,7 +170,9 @@ def _mismatch(
         return f"dtype of {entry.name} is {entry.dtype}, expected a floating-point dtype"
     # A finer dtype is allowed (logits in float32); a coarser one has lost the bits to judge.
     if not is_choice and engine is not None and rounding_unit(dtype) > rounding_unit(engine) * 1.001:
-        return f"dtype of {entry.name} is {entry.dtype}, coarser than the engine's {str(engine).removeprefix('torch.')}"
+        ours, theirs = (str(item).removeprefix("torch.") for item in (engine, dtype))
+        hint = f": if it computes so, check it with --dtype {theirs}" if dtype.itemsize == 2 else ""
+        return f"dtype of {entry.name} is {entry.dtype}, coarser than the engine's {ours}{hint}"
     if shape is not None and torch.Size(shape).numel() != torch.Size(entry.shape).numel():
         return f"shape of {entry.name} differs: expected {list(shape)}, actual {list(entry.shape)} per row"
     return None

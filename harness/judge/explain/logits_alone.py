@@ -7,9 +7,10 @@ the model computes the shortest of the wrong requests with it. What gives the re
 `R` rows of logits, `V` tokens in the vocabulary.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -21,9 +22,17 @@ from harness.judge.compare.propagated import RATIO_BOUND, propagated_errors
 from harness.judge.compare.sequences import SlotHistory
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.explain.core.fit import fit_factor_near_one
+from harness.judge.explain.core.formats import HALF_DTYPES, name_of
 from harness.judge.explain.core.rerun import Budget, attributes_kept
-from harness.judge.explain.core.wrong_operation import Hypothesis, WrongOperation, explained, gathered, hypotheses
-from harness.judge.explain.edits.change import ModelChange
+from harness.judge.explain.core.wrong_operation import (
+    ALLOWANCE,
+    Hypothesis,
+    WrongOperation,
+    explained,
+    gathered,
+    hypotheses,
+)
+from harness.judge.explain.edits.change import LIKELY, ModelChange, ToldChange
 from harness.judge.explain.edits.code import lines_run
 from harness.judge.explain.edits.everywhere import are_weights_held, changes_of_model
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
@@ -39,6 +48,8 @@ _MAX_TOKENS = 512
 """Of the requests that are run, the shortest first; one at least."""
 _SOME = 0.5
 """Share of the first request's rows that must come out as recorded, for a change to be tried on the others."""
+_ALIKE = 3.0
+"""Times an error from which another has not its size."""
 _NOT_TRIED = "no change of a weight was tried: there is not enough memory to hold the weights twice"
 
 
@@ -63,7 +74,10 @@ def explain_logits(
             return None
         rows, wrong = trials.wrong.rows, trials.wrong
         where = scope(rows, torch.ones(len(rows), dtype=torch.bool), recording)
-        return rank_hypotheses(wrong, where, stages=([trials.right_rows], [trials.hypotheses]))
+        explanation = rank_hypotheses(wrong, where, stages=([trials.right_rows], [trials.hypotheses]))
+        if explanation.is_cause:
+            return explanation
+        return replace(explanation, detail="; ".join((explanation.detail, *trials.sizes)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +92,8 @@ class _Trials:
     """Requests with wrong rows that are not run."""
     meter: Meter = field(default_factory=Meter)
     """Of the right run over the first request."""
+    sizes: Sequence[str] = ()
+    """What makes errors of this size, in words."""
 
     @classmethod
     def of(
@@ -152,7 +168,9 @@ class _Trials:
         assert budget is not None
         with budget.spent(), self.meter, lines_run() as lines:
             _logits(self.wrong.hf, *self.requests[0])
-        changes = changes_of_model(self.wrong, lines)
+        with budget.spent():
+            self.sizes = list(self._sizes())
+            changes = changes_of_model(self.wrong, lines, self._times)
         not_tried = "" if are_weights_held(self.wrong.hf) else f"; {_NOT_TRIED}"
         for number, (likelihood, change) in enumerate(changes):
             if first is not None and likelihood > first:
@@ -171,6 +189,23 @@ class _Trials:
         if not_tried:
             budget.notes[self.wrong.operation.tap] = _NOT_TRIED
 
+    def _sizes(self) -> Iterator[str]:
+        """Yield the coarser dtypes in which HF itself makes errors of this size, with how much larger they are here."""
+        for dtype in HALF_DTYPES if self.wrong.dtype == torch.float32 else ():
+            make = partial(_autocast, self.wrong.hf, dtype)
+            ratio = self._times(ModelChange(module="", rank=LIKELY, make=make, tell=lambda _: ToldChange(cause="")))
+            if ratio is not None and 1 / _ALIKE <= ratio <= _ALIKE:
+                yield f"{ratio:.2g} times the error that HF makes with products in {name_of(dtype)}"
+
+    def _times(self, change: ModelChange) -> float | None:
+        """Return how many times larger the error is than that of a change in the first request; None without one."""
+        output, count = self._under(change, self.requests[:1], 1.0), len(self.requests[0][1])
+        if output is None:
+            return None
+        error, made = ((x - self.wrong.expected[:count]).norm(dim=1) for x in (self.wrong.actual[:count], output))
+        ratio = float((error / made).median())
+        return ratio if math.isfinite(ratio) else None
+
     def _hypothesis(self, change: ModelChange) -> Hypothesis | None:
         count = len(self.requests[0][1])
         wrong = self.wrong.take(torch.arange(count))
@@ -179,14 +214,15 @@ class _Trials:
             run = partial(self._under, change, self.requests[:1])
             factor = fit_factor_near_one(wrong.actual, wrong.expected, run)
         output = None if factor is None else self._under(change, self.requests[:1], factor)
-        if factor is None or output is None or float(explained(wrong, output)[1].double().mean()) < _SOME:
+        allowance = max(ALLOWANCE, change.leaves * float((wrong.roundings / wrong.bound).median()))
+        if factor is None or output is None or _share(wrong, output, allowance) < _SOME:
             return None
         if len(self.requests) > 1:
             output = self._under(change, self.requests, factor)
         told = change.tell(factor)
         return None if output is None else Hypothesis(
             cause=told.cause, output=output, detail=told.detail, num_fitted=int(change.is_fitted),
-            is_vague=change.is_vague,
+            is_vague=change.is_vague, allowance=allowance,
         )  # fmt: skip
 
     def _under(
@@ -227,6 +263,15 @@ def _wrong_rows(
     chosen = torch.cat(order)
     left_out = frozenset(last) - set(rows.request[chosen].tolist())
     return rows.select(chosen), noise[chosen], requests, left_out
+
+
+def _share(wrong: WrongOperation, output: torch.Tensor, allowance: float) -> float:
+    """Return the share of the rows that come out as they were recorded."""
+    return float(explained(wrong, output, allowance=allowance)[1].double().mean())
+
+
+def _autocast(hf: HFModel, dtype: torch.dtype, _factor: float) -> AbstractContextManager[None]:
+    return torch.autocast(hf.device.type, dtype=dtype)
 
 
 def _logits(hf: HFModel, tokens: list[int], positions: torch.Tensor) -> torch.Tensor:

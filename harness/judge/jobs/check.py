@@ -306,7 +306,7 @@ def _what_was_judged(plan: Plan, runs: Sequence[RunResult], golden: Golden, grap
         yield f"only the logits were judged, which show {what_logits_show(golden.truth.noise[graph.logits], graph)}"
     elif not judged and plan.case.only == "tokens":
         yield "only tokens were compared, as asked: not one operation was judged"
-    elif not judged and any(run.tokens.compared for run in runs):
+    elif not any(run.taps or run.findings for run in runs) and any(run.tokens.compared for run in runs):
         code = Code.NOTHING_CHECKED
         yield f"{code}: no tap was recorded, so not one operation was judged; --taps tokens compares the tokens alone"
 

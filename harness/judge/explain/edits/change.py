@@ -36,5 +36,7 @@ class ModelChange:
     """
     tell: Callable[[float], ToldChange]
     is_fitted: bool = False
+    leaves: float = 0.0
+    """Share of the error that it may leave: numbers near the middle of two of a coarser format fall to either."""
     is_vague: bool = False
     """Whether it has no term of the field: what has one and fits as well comes first."""

@@ -19,6 +19,7 @@ from harness.judge.explain.core.wrong_operation import WrongOperation
 from harness.judge.explain.edits.change import LIKELY, ModelChange, ToldChange
 from harness.judge.explain.edits.code import LinesRun, changes_of_classes
 from harness.judge.explain.edits.held import changes_of_parameters
+from harness.judge.explain.edits.precision import changes_of_precision
 from harness.oracle.model import HFModel
 
 _EPS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3)
@@ -31,14 +32,17 @@ _LAYER = re.compile(r"\.\d+(?=\.)")
 _Make = Callable[[float], AbstractContextManager[Any]]
 
 
-def changes_of_model(wrong: WrongOperation, lines: LinesRun) -> list[tuple[int, ModelChange]]:
+def changes_of_model(
+    wrong: WrongOperation, lines: LinesRun, times: Callable[[ModelChange], float | None]
+) -> list[tuple[int, ModelChange]]:
     """Return the changes of a model, the likely ones first, with a number for how much.
 
-    What is done in all layers comes before what is done in one, and what has no number to fit before what has one.
+    What is done in all layers comes before the same in one, and what has no number to fit before what has one.
 
     Args:
         wrong: the logits.
         lines: of HF's code that ran.
+        times: see `changes_of_precision`.
     """
     is_held = are_weights_held(wrong.hf)  # what is read for each run has no value to change
     exchanges, of_sites = (
@@ -46,8 +50,10 @@ def changes_of_model(wrong: WrongOperation, lines: LinesRun) -> list[tuple[int, 
     )
     of_code = sorted(changes_of_classes(wrong.hf.model, lines), key=lambda change: change.rank)
     likely = [change for change in of_code if change.rank == LIKELY]
-    in_all, in_one = zip(exchanges, of_sites, strict=True)
-    groups = ([*_settings(wrong.hf), *_rotations(wrong.hf), *likely], *in_all, *in_one, of_code[len(likely) :])
+    precision = list(changes_of_precision(wrong.hf, wrong.dtype, times, of_held=is_held))
+    groups = (
+        [*_settings(wrong.hf), *_rotations(wrong.hf), *likely], precision, *exchanges, *of_sites, of_code[len(likely) :]
+    )  # fmt: skip
     return [
         (2 * number + change.is_fitted, change)
         for number, group in enumerate(groups)

@@ -18,9 +18,10 @@ class NumpyEngine:
 
     recomputes = True
 
-    def __init__(self, folder, eps=1e-6, theta=1e6, *, norms_queries=True):
+    def __init__(self, folder, eps=1e-6, theta=1e6, *, norms_queries=True, of_product=None, kept=None):
         self.weights, self.tokens = load_file(folder / "model.safetensors"), {}
         self.eps, self.theta, self.norms_queries = eps, theta, norms_queries
+        self.of_product, self.kept = of_product or (lambda x: x), kept or (lambda x: x)
 
     def step(self, work):
         rows = []
@@ -41,12 +42,13 @@ class NumpyEngine:
             gate, up = (self.product(h, f"{path}.mlp.{name}_proj") for name in ("gate", "up"))
             x = x + self.product(gate / (1 + np.exp(-gate)) * up, f"{path}.mlp.down_proj")
         last = self.norm(x[-1:], "model.norm")[0]
-        return last @ self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]).T
+        return self.product(last, "lm_head" if "lm_head.weight" in self.weights else "model.embed_tokens")
 
     def attention(self, path, h):
         q, k, v = (self.product(h, f"{path}.{name}_proj").reshape(len(h), -1, HEAD_SIZE) for name in "qkv")
         q = self.norm(q, f"{path}.q_norm") if self.norms_queries else q
         q, k = self.rotated(q), self.rotated(self.norm(k, f"{path}.k_norm"))
+        k, v = (self.kept(item) for item in (k, v))
         k, v = (np.repeat(item, q.shape[1] // k.shape[1], axis=1) for item in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) / np.float32(HEAD_SIZE**0.5)
         scores = np.where(np.tri(len(h), dtype=bool), scores, -np.inf)
@@ -65,7 +67,17 @@ class NumpyEngine:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(self.eps)) * self.weights[f"{path}.weight"]
 
     def product(self, x, path):
-        return x @ self.weights[f"{path}.weight"].T
+        return self.of_product(x) @ self.of_product(self.weights[f"{path}.weight"]).T
+
+
+def in_int8(x):
+    """Round rows to int8, each with a scale."""
+    scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)
+    return np.round(x / scale) * scale
+
+
+def in_float16(x):
+    return x.astype(np.float16).astype(np.float32)
 
 
 def exchange_gate_and_up(weights):
@@ -92,9 +104,15 @@ MISTAKES = {
     "exchanged": ({}, exchange_gate_and_up, "mlp.gate_proj and mlp.up_proj of model.layers.1 are exchanged"),
     "norm left out": ({"norms_queries": False}, None, "q_norm"),
     "scaled": ({}, scale_final_norm, "the logits are scaled by 1.02: a temperature, or the weight of the final norm"),
+    "keys": ({"kept": in_float16}, None, "keys and values are kept in float16"),
+    "int8": (
+        {"of_product": in_int8},
+        None,
+        "kept in int8, with one scale for each output, and inputs of products are quantised to int8",
+    ),
     "zero": ({}, forget_values, "weight of model.layers.2.self_attn.v_proj is zero"),
 }
-QUICK = ("eps",)
+QUICK = ("eps", "keys")
 
 
 @pytest.fixture
@@ -225,6 +243,33 @@ def test_no_change_of_hfs_code_is_left(open_engine, checkpoints):
     assert not explanation.is_cause
     assert "changes of the model were tried in the time for them" in explanation.detail
     assert [dict(vars(kind)) for kind in kinds] == before
+
+
+def test_a_size_of_errors_that_hf_makes_in_another_dtype_is_told(checkpoints):
+    class Half(NumpyEngine):
+        def product(self, x, path):
+            return in_float16(in_float16(x) @ in_float16(self.weights[f"{path}.weight"]).T)
+
+        def norm(self, x, path):
+            return in_float16(super().norm(x, path))
+
+    report = check(Half(checkpoints / "qwen3-tiny"), checkpoints, schedules=["plain"], explain_seconds=0.5)
+    explanation = report.runs[0].first_divergence.explanation
+    assert not explanation.is_cause
+    assert "times the error that HF makes with products in float16" in explanation.detail
+    assert "bfloat16" not in explanation.detail
+
+
+def test_logits_in_a_coarser_dtype_are_told_with_what_to_do(open_engine, checkpoints):
+    engine = open_engine()
+    step = engine.step
+    engine.step = lambda work: step(work).bfloat16()
+    report = check(engine, checkpoints, dtype="float32", schedules=["plain"])
+    assert (
+        "dtype of lm_head is BF16, coarser than the engine's float32: if it computes so, check it with --dtype bfloat16"
+        in said(report)
+    )
+    assert "no tap was recorded" not in said(report)
 
 
 def test_garbage_is_a_mismatch(checkpoints):
