@@ -146,16 +146,15 @@ class Explainer:
             return explain_token(self.recording, self.hf.graph.logits, finding.request, finding.position)
         tap = finding.tap or ""
         if finding.code is Code.PROPAGATED_ERROR and self.usable == {tap} == {self.hf.graph.logits}:
-            return self._explanation_of_logits(tap)
+            return self._explanation_of_logits()
         if finding.code is Code.TAP_MISMATCH and tap in self.hf.graph:
             return explain_count(self.hf.graph[tap], self.recording)
         return self.explain(self.hf.graph[tap]) if finding.code in _EXPLAINED and tap in self.hf.graph else None
 
-    def _explanation_of_logits(self, tap: str) -> Explanation | None:
+    def _explanation_of_logits(self) -> Explanation | None:
         """Explain an engine that shows its logits alone."""
         self._edit_budget.begin_explanation()
-        explanation = explain_logits(self.recording, self.comparison.expected, self.hf, self.locator, self._edit_budget)
-        return self._with_note(explanation, tap)
+        return explain_logits(self.recording, self.comparison.expected, self.hf, self.locator, self._edit_budget)
 
     def explain(self, operation: Operation) -> Explanation | None:
         """Explain one operation, and add where it begins to be wrong; None if no row of it is wrong."""

@@ -18,8 +18,10 @@ ENDPOINT = Forms(
     is_fenced=True,
 )
 
-_OF_A_SERVER = ("model", "hf", "dtype", "device", "truth", "requests", "max_new_tokens", "lora", "other_loras")
-"""Fields of a case that say what the server should answer."""
+_OF_A_SERVER = (
+    "model", "hf", "dtype", "device", "truth", "requests", "max_new_tokens", "lora", "other_loras", "explain_s",
+)  # fmt: skip
+"""Fields of a case that say what the server should answer, and how long a cause is looked for."""
 
 
 @grouped

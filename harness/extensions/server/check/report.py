@@ -5,9 +5,10 @@ from typing import Any
 
 from harness.extensions.server.check.result import EndpointResult, LogprobResult, ScheduleResult
 from harness.extensions.server.report import findings, server_headline
+from harness.report.check.sentences import explanation_label, explanation_lines
 from harness.report.check.table import count, number
 from harness.report.document import document, plain
-from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines
+from harness.report.terminal import MIN_WIDTH, blocks_text, fact_lines, table_lines, wrapped
 from harness.results.check import Outcome
 
 _HEADERS = ("schedule", "requests", "tokens", "ties", "logprobs", "rms", "max", "verdict")
@@ -18,7 +19,14 @@ def endpoint_text(result: EndpointResult, *, width: int) -> str:
     """Return a check of a server as lines of at most `width` columns, but for the table (about 95)."""
     width = max(width, MIN_WIDTH)
     head = server_headline(result, count(result.num_requests, "prompt"))
-    return blocks_text([[head], _table(result), findings(result.runs, width), fact_lines(_facts(result), width)])
+    cause, facts = _cause(result, width), fact_lines(_facts(result), width)
+    return blocks_text([[head], _table(result), findings(result.runs, width), cause, facts])
+
+
+def _cause(result: EndpointResult, width: int) -> Iterator[str]:
+    if result.explanation is not None:
+        label = f"  {explanation_label(result.explanation)}: "
+        yield from wrapped(label, "; ".join(explanation_lines(result.explanation)), width, indent=8)
 
 
 def _table(result: EndpointResult) -> list[str]:

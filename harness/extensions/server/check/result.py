@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from harness.extensions.server.logprobs import ratio
 from harness.extensions.server.result import Capability, ServerResult
-from harness.results.check import Finding, Outcome, TokenResult
+from harness.results.check import Explanation, Finding, Outcome, TokenResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,8 @@ class EndpointResult(ServerResult):
     truth_s: float
     """Seconds of HF's forwards, most of them while the server was waited for."""
     all_s: float
+    explanation: Explanation | None = None
+    """The change of HF's model under which the log probabilities of the first schedule come out, if they are wrong."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 from harness.base.progress import Progress, no_progress
 from harness.errors import Code, HarnessError
 from harness.extensions.server.address import Address
+from harness.extensions.server.check.causes import explain_answers
 from harness.extensions.server.check.judge import JudgedCompletion, Promised, judge
 from harness.extensions.server.check.requests import ScheduledRequests, Sent, Way, ask
 from harness.extensions.server.check.result import EndpointResult, ScheduleResult
@@ -55,6 +56,10 @@ def check_endpoint(
     results = tuple(
         judge_run(run, runs[0], plan.prompts, truth, eos, promises_of(probed, asked.names, run.way)) for run in runs
     )
+    explanation = None
+    if not plan.case.stops_early and not all(logprobs.is_sound for logprobs in results[0].logprobs):
+        report("cause", 0, 1)
+        explanation = explain_answers(hf, runs[0], truth, seconds=plan.case.explain_s)
     return EndpointResult(
         **probed.about(address, plan),
         num_requests=len(plan.prompts),
@@ -63,6 +68,7 @@ def check_endpoint(
         server_s=answered - loaded,
         truth_s=background.seconds,
         all_s=time.perf_counter() - begin,
+        explanation=explanation,
         notes=(
             *plan.notes,
             *_notes(probed, results, asked.client),

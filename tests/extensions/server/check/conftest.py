@@ -144,7 +144,11 @@ def plan(folder: Path) -> Plan:
     return make_plan(folder)
 
 
-def make_plan(folder: Path, *, dtype: str = "float32", prompts: Any = PROMPTS, max_new_tokens: int = 8) -> Plan:
-    """Return the plan of a check of a server."""
+def make_plan(
+    folder: Path, *, dtype: str = "float32", prompts: Any = PROMPTS, max_new_tokens: int = 8, explain_s: float = 0
+) -> Plan:
+    """Return the plan of a check of a server; causes take seconds, and are looked for if a test asks for it."""
     requests = [RequestSpec(token_ids=ids) for ids in prompts]
-    return plan_request(model=str(folder), dtype=dtype, requests=requests, max_new_tokens=max_new_tokens)
+    return plan_request(
+        model=str(folder), dtype=dtype, requests=requests, max_new_tokens=max_new_tokens, explain_s=explain_s
+    )

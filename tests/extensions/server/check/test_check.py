@@ -87,6 +87,37 @@ def test_another_rope_base_is_found_by_the_root_mean_square(folder, tmp_path, dt
     assert max(logprobs.rms_ratio for logprobs in run.logprobs) > 3
 
 
+def test_a_mistake_of_the_whole_model_is_named(folder, tmp_path):
+    with served(with_config(folder, tmp_path, rope_theta=5000.0)) as address:
+        result = check_endpoint(make_plan(folder, explain_s=60), address, num_again=0)
+    assert result.explanation.is_cause
+    assert result.explanation.cause == "rotary theta is 5000 instead of 1e+06"
+    assert "  Cause: rotary theta is 5000 instead of 1e+06; every row; it takes" in endpoint_text(result, width=100)
+    assert endpoint_json(result)["explanation"]["is_cause"] is True
+
+
+@pytest.mark.slow
+def test_a_size_of_errors_that_hf_makes_in_another_dtype_is_told(folder):
+    with served(folder, dtype="bfloat16") as address:
+        result = check_endpoint(make_plan(folder, explain_s=0.5), address, num_again=0)
+    assert result.outcome is Outcome.MISMATCH
+    assert not result.explanation.is_cause
+    assert "times the error that HF makes with products in bfloat16" in result.explanation.detail
+
+
+def test_one_answer_that_is_wrong_is_no_mistake_of_the_model(folder, server):
+    app, url = server
+    app.spoil = changed(lambda answer: answer["choices"][0]["logprobs"] and shifted(answer))
+    result = check_endpoint(make_plan(folder, explain_s=60), Address(url=url), num_again=0)
+    assert result.outcome is Outcome.MISMATCH
+    assert result.explanation is None
+
+
+def shifted(answer):
+    logprobs = answer["choices"][0]["logprobs"]
+    logprobs["token_logprobs"] = [value - 0.1 for value in logprobs["token_logprobs"]]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_planted", [True, False])
 def test_a_prefix_taken_for_another_is_found_where_prompts_are_repeated(folder, is_planted):
