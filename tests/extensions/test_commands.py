@@ -39,7 +39,8 @@ OPTIONS = {
     "suite history": "runs --out --format",
     "server check": (
         "--endpoint --served-model --concurrency --request-timeout --model --hf --dtype --device --truth --prompt "
-        "--prompt-file --token-ids --max-new-tokens --lora --other-lora --again --local-files-only --format"
+        "--prompt-file --token-ids --max-new-tokens --lora --other-lora --explain-seconds --again --local-files-only "
+        "--format"
     ),
     "server sampler": (
         "--endpoint --served-model --concurrency --request-timeout --model --device --truth --dtype --draws "
