@@ -24,6 +24,8 @@ _CHANGED = 0.1
 """Of the largest effect of a changed weight, what another must have to be changed as well."""
 _SAME_WEIGHT, _CLEARLY = 0.02, 0.25
 """Share of the largest weight up to which an order gives the weights, and of what is left without it."""
+_NEARLY = 0.001
+"""Distance of all weights, relative, below which they are those of the checkpoint, changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +244,7 @@ def changed_weights(norm: NormForm, wrong: WrongOperation) -> Iterator[Hypothesi
     """Some of the weights are others: each is fitted to all rows.
 
     Causes: one weight of the norm is another: [*index*]; *n* weights of the norm are others; the weights of the norm
-    are in another order; the norm's weights are none of this checkpoint's.
+    are in another order; the norm's weights are none of this checkpoint's, or not quite those of it.
     """
     if not wrong.can_be_fitted:
         return
@@ -275,13 +277,18 @@ def _cause_of_weights(right: torch.Tensor, fitted: torch.Tensor, is_changed: tor
     in_order = float((right.sort().values - fitted.sort().values).abs().max())
     if in_order < min(allowance, _CLEARLY * float((right - fitted).abs().max())):  # else each is rounded where it is
         return "the weights of the norm are in another order"
+    if float((fitted - right).norm()) < _NEARLY * float(right.norm()):
+        return "the norm's weights are not quite those of this checkpoint: changed, or in another format"
     return "the norm's weights are none of this checkpoint's: not loaded, or changed"
 
 
 def _changes(right: torch.Tensor, fitted: torch.Tensor, is_changed: torch.Tensor) -> str:
     """List the first weights that are others: `[17] is 1.5 instead of 1`."""
     places = is_changed.nonzero()[:, 0].tolist()[:4]
-    return ", ".join(f"[{at}] is {float(fitted[at]):.4g} instead of {float(right[at]):.4g}" for at in places)
+    digits = 4 if float((fitted - right).abs().max()) > _NEARLY * float(right.abs().max()) else 7
+    return ", ".join(
+        f"[{at}] is {float(fitted[at]):.{digits}g} instead of {float(right[at]):.{digits}g}" for at in places
+    )
 
 
 def _normed(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:

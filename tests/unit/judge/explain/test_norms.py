@@ -275,6 +275,7 @@ def nearly(order, share):
         (nearly(lambda w: w.flip(0), 0.018), "are in another order", WIDTH),
         (nearly(lambda w: w.flip(0), 0.022), "none of this checkpoint's", WIDTH),
         (lambda w: w + 0.009 * w.max() * random(WIDTH, seed=6).sign(), "none of this checkpoint's", WIDTH),
+        (lambda w: w + 0.0005 * w.max() * random(WIDTH, seed=6).sign(), "not quite those of this checkpoint", WIDTH),
     ],
 )
 def test_weights_that_are_fitted(change, cause, num_fitted):
