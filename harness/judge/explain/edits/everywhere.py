@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.base.memory import available_bytes
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import WrongOperation
 from harness.judge.explain.edits.change import LIKELY, ModelChange, ToldChange
@@ -62,8 +63,10 @@ def changes_of_model(
 
 
 def are_weights_held(hf: HFModel) -> bool:
-    """Whether the model's weights are in memory between its runs."""
-    return not any(parameter.is_meta for parameter in hf.model.parameters())
+    """Whether the model's weights are in memory between its runs, and there is room for others in their place."""
+    weights = list(hf.model.parameters())
+    num_bytes = sum(weight.nbytes for weight in weights if weight.device.type == "cpu")
+    return not any(weight.is_meta for weight in weights) and num_bytes < available_bytes()
 
 
 def _by_reach(changes: Iterator[ModelChange]) -> tuple[list[ModelChange], list[ModelChange]]:

@@ -203,6 +203,13 @@ def test_weights_that_are_not_held_are_not_changed_and_this_is_said(open_engine,
     assert "eps of all norms is 1e-05" in report.runs[0].first_divergence.explanation.cause
 
 
+def test_weights_for_which_there_is_no_room_twice_are_not_changed(open_engine, checkpoints, monkeypatch):
+    monkeypatch.setattr("harness.judge.explain.edits.everywhere.available_bytes", lambda: 1000)
+    engine = open_engine(of_product=in_int8)
+    report = check(engine, checkpoints, schedules=["plain"], explain_seconds=1)
+    assert "not enough memory to hold the weights twice" in report.runs[0].first_divergence.explanation.detail
+
+
 def test_logits_of_fewer_tokens_than_the_vocabulary_are_refused(open_engine, checkpoints):
     engine = open_engine()
     step = engine.step
