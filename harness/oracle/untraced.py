@@ -23,7 +23,8 @@ from harness.formats.checkpoint.quantised import QuantisedSource, read_quantised
 from harness.oracle.mtp import MtpLayers
 from harness.oracle.weights import ResidentWeights, StreamedWeights
 
-_PASSED_THROUGH = ("harness/oracle/watch.py", "harness/oracle/precision.py", "harness/oracle/flow.py", "/torch/")
+_TORCH = Path(torch.__file__).parent.as_posix()
+_PASSED_THROUGH = ("harness/oracle/watch.py", "harness/oracle/precision.py", "harness/oracle/flow.py", f"{_TORCH}/")
 """Files whose frames stand between HF's code and the operation that raises."""
 
 

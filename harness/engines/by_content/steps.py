@@ -4,6 +4,7 @@ The place of a tensor has the same name in every step, however many tokens the s
 there once is read there again.
 """
 
+import os
 import sys
 import threading
 from collections import Counter
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -30,7 +32,8 @@ _FACTOR = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten.linear.default":
 """Index of the argument that is multiplied by weights. It is shown if it was written into since it was shown."""
 _UNINITIALISED = ("aten.empty", "aten.new_empty")
 """Operators whose result is memory that was freed: it may hold a copy of any value. What is written there is shown."""
-_NOT_THE_ENGINE = ("/torch/", "/harness/engines/by_content/")
+_NOT_THE_ENGINE = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+"""Folders of torch and of this room: an engine's folder may be called `torch`, too."""
 _MOST_FRAMES = 40
 
 
@@ -392,7 +395,7 @@ def _line() -> str:
 
 @cache
 def _is_of_the_engine(file: str) -> bool:
-    return not any(part in file for part in _NOT_THE_ENGINE)
+    return not file.startswith(_NOT_THE_ENGINE)
 
 
 _DEPTH = 3

@@ -9,6 +9,7 @@ from harness.errors import Code, HarnessError
 from harness.formats.checkpoint import Checkpoint
 from harness.oracle.model import HFModel
 from harness.oracle.paired import run_pair
+from harness.oracle.untraced import hf_failures
 from harness.oracle.watch import Seeing, watching
 
 from ..tiny_models import tiny_model
@@ -54,3 +55,9 @@ def test_what_a_hook_of_somebody_raises_stays_what_it_is(hf):
     hf.module("model.layers.1.mlp").register_forward_hook(hook)
     with pytest.raises(ZeroDivisionError):
         hf.run(input_ids=torch.tensor([[3, 4]]))
+
+
+def test_it_is_hfs_in_an_environment_below_a_folder_called_torch():
+    code = compile("1 / 0", "/home/a/torch/.venv/site-packages/transformers/models/a.py", "exec")
+    with pytest.raises(HarnessError, match="HF's own forward raised ZeroDivisionError"), hf_failures(Path("tiny")):
+        exec(code)

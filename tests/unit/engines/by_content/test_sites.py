@@ -25,7 +25,7 @@ class Step(nn.Module):
 
 def watched(model, x, only=None):
     seen = []
-    names = {module: path for path, module in model.named_modules()}
+    names = {module: path for path, module in model.named_modules()} if isinstance(model, nn.Module) else {}
     with torch.no_grad(), SiteWatcher(names, lambda *shown: seen.append(shown), only=only) as watcher:
         watcher.returned(model(x))
     return seen
@@ -50,6 +50,16 @@ def test_what_is_written_into_is_shown_with_its_new_value_and_views_are_not():
     assert torch.equal(written, model(x)[0])
     assert not any(site.what == "aten.view.default" for site, _ in seen)
     assert [site.place for site, _ in seen if site.what == RETURNED] == [0, 1]
+
+
+def test_code_in_a_folder_called_torch_is_the_engines():
+    """Their lines would be those of the caller, in which prefill and decode differ."""
+    file, names = "/site-packages/recurrentgemma/torch/layers.py", {}
+    exec(compile("\n\ndef scaled(x):\n    return x * 2\n", file, "exec"), names)
+    lines = set()
+    for call in (lambda x: names["scaled"](x), lambda x: names["scaled"](x + 0)):
+        lines |= {site.line for site, _ in watched(call, torch.ones(2, 3)) if site.what == "aten.mul.Tensor"}
+    assert lines == {f"{file}:4"}
 
 
 def test_only_the_places_that_are_asked_for_are_shown():
