@@ -72,7 +72,7 @@ EXPLANATIONS: Mapping[Kind, Sequence[Explain]] = {
         wiring.other_addition,
         *_ELEMENTWISE,
     ),
-    Kind.ACTIVATION: _ELEMENTWISE,
+    Kind.ACTIVATION: (activation.gate_for_up, *_ELEMENTWISE),
     Kind.ATTENTION: (
         slots.cache_played_back,
         slots.rejected_drafts,

@@ -95,7 +95,8 @@ def _shifted(parameter: torch.Tensor, factor: float) -> AbstractContextManager[N
 def _in_another_order(shape: torch.Size) -> Iterator[tuple[str, _Change]]:
     if len(shape) == 2 and shape[0] == shape[1]:
         yield "is transposed", torch.t
-    for dim, which in list(enumerate(("rows", "columns")))[: len(shape)]:
+    dims = [(0, "rows"), (2, "kernel taps")] if _is_depthwise(shape) else [(0, "rows"), (1, "columns")]
+    for dim, which in dims[: len(shape)]:
         orders = {f"has its {which} in another order: reversed": torch.arange(shape[dim]).flip(0)}
         if not shape[dim] % 2:
             first, second = torch.arange(shape[dim]).chunk(2)
@@ -109,6 +110,11 @@ def _in_another_order(shape: torch.Size) -> Iterator[tuple[str, _Change]]:
             orders[f"has its {which} in another order: shifted by {shift}"] = torch.arange(shape[dim]).roll(shift)
         for how, order in orders.items():
             yield how, partial(_ordered, dim, order)
+
+
+def _is_depthwise(shape: torch.Size) -> bool:
+    """Whether a parameter is the kernel of a convolution that reads each channel by itself."""
+    return len(shape) == 3 and shape[1] == 1
 
 
 def _ordered(dim: int, order: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

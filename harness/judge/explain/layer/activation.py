@@ -32,6 +32,12 @@ def clamped(wrong: WrongOperation) -> Iterator[Hypothesis]:
         yield Hypothesis(cause=f"values {where} are cut off", output=output, num_fitted=len(shown))
 
 
+def gate_for_up(wrong: WrongOperation) -> Iterator[Hypothesis]:
+    """Gate and up are swapped: the activation is applied to up."""
+    if len(wrong.inputs) == 2 and (output := wrong.replay(wrong.inputs[::-1], wrong.positions)) is not None:
+        yield Hypothesis(cause="gate and up are swapped: the activation is applied to up", output=output)
+
+
 def soft_capped(wrong: WrongOperation) -> Iterator[Hypothesis]:
     """Every element x is cap * tanh(x / cap), which the model does not ask for; or one that it asks for is left out.
 

@@ -73,6 +73,11 @@ def gated_after(model):
             "the weights are those of model.layers.0.self_attn.q_norm",
         ),
         ("mamba", parameter("backbone.layers.0.mixer.A_log", lambda x: x + 0.3), "is scaled by 1.35"),
+        (
+            "mamba",
+            parameter("backbone.layers.0.mixer.conv1d.weight", lambda x: x.flip(2)),
+            "has its kernel taps in another order: reversed",
+        ),
     ],
 )
 def test_a_mistake_is_named(tmp_path, family, plant, cause):

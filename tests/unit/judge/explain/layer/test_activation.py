@@ -36,6 +36,14 @@ def test_gate_up_and_activation(bench):
         assert explanation.residual_after < 10
 
 
+def test_gate_for_up_where_no_line_of_hf_has_both(bench_of):
+    bench, tap = bench_of("recurrent_gemma"), "model.layers.1.mlp_block.act"
+    gate, up = (bench.tap(f"model.layers.1.mlp_block.{name}_proj") for name in ("gate", "up"))
+    explanation = bench.explain(tap, functional.gelu(up, approximate="tanh") * gate)
+    assert explanation.cause == "gate and up are swapped: the activation is applied to up"
+    assert explanation.is_cause
+
+
 def test_one_request_alone(bench):
     gate, wrong = bench.tap("model.layers.1.mlp.gate_proj"), bench.tap(TAP)
     second = bench.rows(TAP).request == 1
