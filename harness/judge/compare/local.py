@@ -178,11 +178,15 @@ class LocalJudge(Judge):
             self._keep_sound(rows, errors)
 
     def _is_within_part(self, rows: TapRows) -> bool:
-        """Whether the unrecorded taps before the operation all stand in its part of the model, or outside of layers."""
+        """Whether the unrecorded taps before the operation all stand in its part of the model, or outside of layers.
+
+        Or are sums that it reads itself, as the first norm of a layer reads the residual of the layer before.
+        """
         if rows.part is None:
             return all(layer_of(tap) is None for tap in rows.unrecorded)
-        part = f"{rows.part.path}."
-        return all(f"{self.graph[tap].module}.".startswith(part) for tap in rows.unrecorded)
+        part, graph = f"{rows.part.path}.", self.graph
+        outside = [tap for tap in rows.unrecorded if not f"{graph[tap].module}.".startswith(part)]
+        return all(tap in rows.operation.inputs and graph[tap].kind is Kind.ADD for tap in outside)
 
     def _new_effects(self, rows: TapRows, errors: LocalErrors) -> Effects:
         assert errors.dtype is not None

@@ -164,3 +164,16 @@ def test_two_names_of_one_number_are_one_cause(mistral, tmp_path, monkeypatch):
 
     _, explanation = mistral.explained(tmp_path / "run", inject, ("no such source",), monkeypatch)
     assert explanation.cause == "the softmax scale is missing: 1 instead of 0.25"
+
+
+def test_the_sum_before_a_layer_is_left_out(tmp_path, monkeypatch):
+    def inject(model):
+        layer, branch = model.model.layers[0], []
+        layer.mlp.register_forward_hook(lambda _module, _args, output: branch.append(output))
+        layer.register_forward_hook(lambda _module, _args, _output: branch.pop())
+
+    engine = Engine(MistralConfig(**{**SIZES, "num_hidden_layers": 2}, sliding_window=8), tmp_path)
+    tap, explanation = engine.explained(tmp_path / "r", inject, ("layers.0",), monkeypatch)
+    assert tap == "model.layers.1.input_layernorm"
+    assert explanation.cause == "it reads model.layers.0.mlp.down_proj instead of model.layers.0.output"
+    assert explanation.is_cause
