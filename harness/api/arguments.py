@@ -317,7 +317,7 @@ def _chosen_stepper(engine: Any, dtype: str, device: str | None, names: Mapping[
     from harness.engines.by_content import StepEngine, module_paths
     from harness.engines.module import module_dtype
 
-    dtypes = (module_dtype(module, dtype) for module in module_paths(engine))
+    dtypes = (module_dtype(module, dtype, may_cast=True) for module in module_paths(engine))  # learning refuses others
     name = type(engine).__name__
     return Chosen(
         name=name,

@@ -18,6 +18,7 @@ from harness.engines.by_content.steps import (
     Stepper,
     Work,
     finish,
+    module_paths,
     recomputes,
     tokens_ahead,
     watched_run,
@@ -205,7 +206,7 @@ def _taps(
     for step in several if teller.lookups else ():
         _forget_reordered(probes, teller, step)
     seen = _side_by_side([_rows_of(teller, step) for step in singles])
-    _refuse_other_dtype(type(probes.stepper).__name__, seen, dtype)
+    _refuse_other_dtype(probes.stepper, seen, dtype)
     first_step, next_step = _rows_of(teller, prefill), _rows_of(teller, decode)
     lasting = {site: rows for site, rows in seen.items() if site in first_step and site in next_step}
     rounding = rounding_unit(dtype)
@@ -366,16 +367,20 @@ def _value_of(hf: HFModel, tap: str, tokens: Sequence[int]) -> torch.Tensor:
     return values[0]
 
 
-def _refuse_other_dtype(engine: str, seen: Mapping[Site, SiteRows], dtype: torch.dtype) -> None:
-    """Refuse an engine that multiplies in 16 bits where another dtype is checked: its roundings would be mistakes."""
+def _refuse_other_dtype(stepper: Stepper, seen: Mapping[Site, SiteRows], dtype: torch.dtype) -> None:
+    """Refuse an engine that multiplies in 16 bits where another dtype is checked: its roundings would be mistakes.
+
+    And one whose weights are in float32, and so its products, where 16 bits are checked: mistakes would be roundings.
+    """
     products = [rows.values.dtype for site, rows in seen.items() if site.what in _PRODUCTS]
-    for half in (torch.bfloat16, torch.float16):
-        if half is not dtype and 2 * products.count(half) > len(products):
-            name = str(half).removeprefix("torch.")
+    weights = {item.dtype for module in module_paths(stepper) for item in module.parameters(recurse=False)}
+    for other in (torch.bfloat16, torch.float16, *(weights if weights == {torch.float32} else ())):
+        if other is not dtype and 2 * products.count(other) > len(products):
+            name = str(other).removeprefix("torch.")
             raise HarnessError(
                 Code.DIFFERENT_DTYPES,
                 "the engine's products are of another dtype than the check",
-                where=engine,
+                where=type(stepper).__name__,
                 expected=str(dtype).removeprefix("torch."),
                 actual=name,
                 hint=f"--dtype {name}",

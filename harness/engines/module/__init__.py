@@ -83,12 +83,13 @@ def _is_called_as_hf(model: PreTrainedModel) -> bool:
 Device = str | torch.device | None
 
 
-def module_dtype(module: nn.Module, wanted: str = "auto") -> str | None:
+def module_dtype(module: nn.Module, wanted: str = "auto", *, may_cast: bool = False) -> str | None:
     """Return the dtype that most elements of a module's weights have; None for a module without weights.
 
     Args:
         module: any.
         wanted: one of `case.DTYPES`, or `auto` for the module's own.
+        may_cast: whether weights in float32 may be wanted in 16 bits, as they are multiplied under `torch.autocast`.
 
     Raises:
         HarnessError: BAD_OPTION: the module has another one than is wanted; ENGINE_CANNOT_SERVE: it has one that there
@@ -109,14 +110,17 @@ def module_dtype(module: nn.Module, wanted: str = "auto") -> str | None:
             actual=name,
             hint="module.float(), or another dtype of these",
         )
+    if may_cast and name == "float32" and wanted != "auto":
+        return wanted
     if wanted not in ("auto", name):
+        autocast = "" if may_cast or name != "float32" else "; under autocast: an object with a step that runs it so"
         raise HarnessError(
             Code.BAD_OPTION,
             "the module's weights have another dtype than was asked for",
             where=f"dtype= of {type(module).__name__}",
             expected=wanted,
             actual=name,
-            hint=f'dtype="{name}", or convert the module: module.to(torch.{wanted})',
+            hint=f'dtype="{name}", or convert the module: module.to(torch.{wanted}){autocast}',
         )
     return name
 

@@ -23,8 +23,9 @@ PROMPTS = [[5, 9, 14, 3, 8, 21, 4, 17, 6], [*range(3, 17)]]
 SCHEDULES = ["plain", "chunked:3", "batched", "mixed:4"]
 
 
-def check(engine, checkpoints, name="qwen2-tiny", schedules=("plain",)):
-    return harness.check(engine, model=checkpoints / name, prompts=PROMPTS, max_new_tokens=4, schedules=schedules)
+def check(engine, checkpoints, name="qwen2-tiny", schedules=("plain",), **options):
+    options = {"prompts": PROMPTS, "max_new_tokens": 4, "schedules": schedules, **options}
+    return harness.check(engine, model=checkpoints / name, **options)
 
 
 @pytest.mark.sampled(1)
@@ -49,6 +50,22 @@ def test_an_engine_in_16_bits_is_not_checked_in_float32(fused_engine, checkpoint
     name = str(dtype).removeprefix("torch.")
     assert caught.value.code is Code.DIFFERENT_DTYPES
     assert caught.value.hint == f'dtype="{name}"'
+
+
+def test_weights_in_float32_are_checked_in_16_bits_under_autocast_alone(fused_engine, checkpoints, tmp_path):
+    AutoModelForCausalLM.from_pretrained(checkpoints / "qwen2-tiny", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    engine = fused_engine(tmp_path)
+
+    def step(work):
+        with torch.autocast("cpu", torch.bfloat16):
+            return engine.step(work)
+
+    cast = SimpleNamespace(engine=engine, step=step)
+    assert check(cast, tmp_path, "", dtype="bfloat16").is_ok
+    for stepper, dtype, other in ((engine, "bfloat16", "float32"), (cast, "auto", "bfloat16")):
+        with pytest.raises(HarnessError, match="products are of another dtype") as caught:
+            check(stepper, tmp_path, "", dtype=dtype)
+        assert caught.value.hint == f'dtype="{other}"'
 
 
 @pytest.mark.parametrize(
