@@ -139,8 +139,8 @@ class SiteWatcher:
         self._sees_operators = self._wanted is None or any(
             what not in (MODULE, RETURNED, ARGUMENTS) for _path, what in self._wanted
         )
-        self._fresh: dict[int, tuple[int, int]] = {}
-        """Version and size of results that were shown, by their address."""
+        self._fresh: dict[int, tuple[int, int, int]] = {}
+        """Version, size and width of results that were shown, by their address."""
         self._stack = ExitStack()
         self.is_over = False
         """Whether the block has ended: a thread may run on."""
@@ -265,7 +265,10 @@ class SiteWatcher:
             self._fresh |= {tensor.data_ptr(): _version(tensor) for tensor in made}
 
     def _is_changed(self, factor: torch.Tensor) -> bool:
-        """Whether a tensor has another content than the result that was shown: a slice of it was written into."""
+        """Whether a tensor has another content than the result that was shown: a slice of it was written into.
+
+        Or other rows: heads that were folded into the tokens, or a context that few tokens take another operator for.
+        """
         version = _version(factor)
         return version[0] < 0 or self._fresh.get(factor.data_ptr()) != version
 
@@ -375,9 +378,9 @@ def _integers(value: Any) -> Iterator[torch.Tensor]:
         yield from _integers(list(value.values()))
 
 
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return a number that grows with each write into a tensor, or -1 if it has none, and the size of the tensor."""
-    return -1 if tensor.is_inference() else tensor._version, tensor.numel()
+def _version(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return a number that grows with each write into a tensor, or -1 if it has none, its size, and that of a row."""
+    return -1 if tensor.is_inference() else tensor._version, tensor.numel(), tensor.shape[-1] if tensor.dim() else 1
 
 
 def _line() -> str:

@@ -62,6 +62,18 @@ def test_code_in_a_folder_called_torch_is_the_engines():
     assert lines == {f"{file}:4"}
 
 
+def test_what_a_product_reads_is_shown_where_its_rows_are_not_those_of_what_was_shown():
+    """Einsum folds the heads that share a key into the tokens of a prompt, and takes another operator for one token."""
+    weight = torch.ones(6, 4)
+
+    def read(x):
+        seen = watched(lambda heads: (heads * 2).flatten(1) @ weight, x)
+        return [(site.what, tensor.shape) for site, tensor in seen if site.place == -1]
+
+    assert read(torch.ones(5, 2, 3)) == [("aten.mm.default", (5, 6))]
+    assert read(torch.ones(5, 6)) == []
+
+
 def test_only_the_places_that_are_asked_for_are_shown():
     model = Step()
     wanted = {site for site, _ in watched(model, torch.ones(2, 3)) if site.what == "aten.mul_.Tensor"}
