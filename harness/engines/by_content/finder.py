@@ -38,8 +38,9 @@ _SAME = 1e-6
 """Relative error up to which two values of HF's are one, and may be one tensor."""
 _NEAR, _NEAR_SHARE = 1.0, 0.5
 """Relative error of the tensor nearest to a lost value, and its share of those of others, for it to be taken."""
-_ONE_SIZE = 1e-3
-"""Relative difference of norms up to which rows have been divided by them: those of 16 bits differ by some 1e-4."""
+_ONE_SIZE, _ONE_SIZE_ROUNDINGS = 1e-3, 7
+"""Relative difference of norms up to which rows have been divided by them, and in roundings: the mean square may be
+rounded, and the factor that is made of it."""
 _LEAST_IN_ORDER = 4
 """Tensors that must be found in the order of their numbers for the numbers to be those of the run."""
 _SHARE_OF_NAMES = 0.8
@@ -537,7 +538,7 @@ class TapFinder:
             for at, columns in places
             if self._orders.may_be(operation, columns, self._columns_of)
             and not self._is_claimed(at, columns)
-            and not (is_read_by_norm and have_one_size(columns.of(self.tables[at].rows)))
+            and not (is_read_by_norm and have_one_size(columns.of(self.tables[at].rows), self._rounding))
         ]
         return list({item.content: item for item in candidates if item is not None}.values())
 
@@ -649,10 +650,10 @@ class TapFinder:
             self.chosen[logits.tap] = named[0][1]
 
 
-def have_one_size(rows: torch.Tensor) -> bool:
+def have_one_size(rows: torch.Tensor, rounding: float) -> bool:
     """Whether all rows [T, W] have the same norm, as in what a norm divides by it before it multiplies by weights."""
     sizes = rows.float().norm(dim=1)
-    return bool(sizes.min() > (1 - _ONE_SIZE) * sizes.max())
+    return bool(sizes.min() > (1 - max(_ONE_SIZE, _ONE_SIZE_ROUNDINGS * rounding)) * sizes.max())
 
 
 def in_place_of(value: torch.Tensor, engine_rows: torch.Tensor) -> torch.Tensor:

@@ -388,7 +388,7 @@ class LaterSteps:
         between = sites[max(known, default=0) + 1 : self._place(reader.tap)]
         pending = self._pending.get(operation.tap, ())
         if reader.kind is Kind.NORM:
-            others = [read for read in pending if not have_one_size(read.rows)]
+            others = [read for read in pending if not have_one_size(read.rows, self._rounding)]
         else:
             others = [*pending, *self._whole(operation, reversed(between))]
         reads: list[_Read] = []

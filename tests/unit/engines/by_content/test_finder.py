@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness.base.metrics import rounding_unit
 from harness.engines.by_content.columns import Columns, Table
+from harness.engines.by_content.finder import have_one_size
 from harness.engines.by_content.hf_run import run_hf
 from harness.engines.by_content.relations import Relations
 from harness.engines.by_content.tap_map import TapEvidence
@@ -60,6 +62,14 @@ def test_a_name_is_like_the_tap_with_the_longest_path_in_it(name, tap):
 def test_the_number_of_the_layer_makes_a_name_a_little_like():
     names = TapNames(GRAPH, ["blk.0.attn_q", "blk.7.attn_q"])
     assert [names.likeness(f"blk.{layer}.attn_q", GRAPH[PATHS[0]]) for layer in (0, 7)] == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_a_norm_has_divided_has_one_size_in_the_dtype_that_it_divides_in(dtype):
+    rows = torch.randn(200, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(dtype)
+    divided = rows * torch.rsqrt(rows.square().mean(dim=1, keepdim=True) + 1e-6)
+    assert have_one_size(divided, rounding_unit(dtype))
+    assert not have_one_size(rows, rounding_unit(dtype))
 
 
 IDS = [5, 9, 14, 3, 8, 21, 4, 17, 6, 33, 12, 40, 7, 7, 90, 31]
