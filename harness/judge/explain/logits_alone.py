@@ -65,10 +65,13 @@ class _Returned:
             output=torch.cat([item.run(wrong.hf, shift=-1) for item in self.trials.requests]),
         )
         factor = float((wrong.actual * wrong.expected).sum() / wrong.expected.square().sum())
+        scaled = f"the logits are scaled by {factor:.4g}: a temperature, or the weight of the final norm or head"
         yield Hypothesis(
-            cause=f"the logits are scaled by {factor:.4g}: a temperature, or the weight of the final norm or head",
+            cause=scaled
+            if factor
+            else "all logits are zero: the weight of the head, or of the final norm, is not loaded",
             output=factor * wrong.expected,
-            num_fitted=1,
+            num_fitted=1 if factor else 0,
         )
         output = self._rows_of_others(wrong)
         if output is not None:

@@ -121,6 +121,7 @@ def open_engine(checkpoints):
 
 
 RETURNED = {
+    "zero": (lambda _, logits: torch.zeros_like(logits), "all logits are zero"),
     "log-softmax": (lambda _, logits: logits.log_softmax(-1), "log-softmax is returned in place of the logits"),
     "exchanged": (lambda _, logits: logits.flip(0), "the logits of another request of the step are returned"),
     "of the first": (lambda _, logits: logits[:1].expand_as(logits), "another request of the step are returned"),
