@@ -67,6 +67,11 @@ class RowMetrics:
         """Signal to noise ratio in decibel; infinite where the rows are equal."""
         return -20 * torch.log10(self.relative_l2)
 
+    def select(self, at: torch.Tensor) -> "RowMetrics":
+        """Return some rows, all of whose elements are numbers."""
+        columns = {name: getattr(self, name)[at] for name in _COLUMNS}
+        return RowMetrics(**columns, num_nan=0, num_inf=0, is_estimated=self.is_estimated)
+
     @staticmethod
     def concat(parts: Sequence["RowMetrics"]) -> "RowMetrics":
         """Join the rows of several into one."""

@@ -101,6 +101,12 @@ class Stopwatch:
         before, self._part, self._since = self._part, part, now
         return before
 
+    def lap(self) -> Counter[str]:
+        """Return what was counted since the last lap."""
+        self._switched(self._part)
+        spent, self.spent = self.spent, Counter[str]()
+        return spent
+
     @contextmanager
     def on(self, parts: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
         """Measure the functions of all parts in the block."""

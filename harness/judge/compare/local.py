@@ -27,7 +27,7 @@ from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, PartI
 from harness.judge.compare.projected import ExactRows, projections_of
 from harness.judge.compare.replay import DecidedError, Judge, Replay, TapRows, unrecorded_before
 from harness.judge.compare.row_judge import LocalErrors, RowJudge, choice_errors, judged_queries
-from harness.judge.compare.seen import SeenRows
+from harness.judge.compare.seen import NumberedRows
 from harness.judge.compare.sequences import sequences
 from harness.judge.compare.shapes import engine_dtype
 from harness.judge.compare.systematic import Effects, beyond_control
@@ -329,7 +329,7 @@ def local_errors(
     stops_early: bool = False,
     sample: RowSample | None = None,
     progress: Progress | None = None,
-    seen: SeenRows | None = None,
+    numbered: NumberedRows | None = None,
 ) -> LocalJudgement:
     """Run the model over all that the engine computed, every recorded value put back, and judge each operation.
 
@@ -346,14 +346,13 @@ def local_errors(
         stops_early: end at the first part of the model with an operation that is out of bounds.
         sample: of the positions at which products and attention are judged; None for all.
         progress: told what is being done.
-        seen: rows that were judged before, which takes those of this recording in; where anything is wrong, all rows
-            are judged again.
+        numbered: the rows, some of which were judged before; where anything is wrong, all rows are judged again.
     """
     replayed = partial(
         _replayed, recording, hf, usable, truth=truth, stops_early=stops_early, sample=sample, progress=progress
     )
-    if not _needs_control(hf.graph, usable):
-        judgement = replayed(has_control=False, seen=seen if sample is None else None)
+    if not needs_control(hf.graph, usable):
+        judgement = replayed(has_control=False, numbered=numbered)
         if not any(map(_is_wrong, judgement.errors.values())):
             return judgement
     judgement = replayed(has_control=True)
@@ -380,7 +379,7 @@ def with_fewer_bad(judgements: Sequence[LocalJudgement]) -> LocalJudgement:
     return replace(farthest, errors=errors, evidence=evidence)
 
 
-def _needs_control(graph: Graph, usable: set[str]) -> bool:
+def needs_control(graph: Graph, usable: set[str]) -> bool:
     """Whether a bound cannot be told without the control: that of a kind without an error model, or across taps."""
     judged = (op for op in graph if op.tap in usable and not op.is_kept)
     return bool(unrecorded_before(graph, usable)) or any(KINDS[op.kind].error_model is None for op in judged)
@@ -397,11 +396,10 @@ def _replayed(
     progress: Progress | None,
     has_control: bool,
     order_of_sums: OrderOfSums = nullcontext,
-    seen: SeenRows | None = None,
+    numbered: NumberedRows | None = None,
 ) -> LocalJudgement:
     """Judge as `local_errors`; without the control, bounds may be too small and directions those of all rounding."""
     ahead, sampled = max(hf.graph.drafted_from, default=0), SampledRows()
-    numbered = None if seen is None else seen.number(recording, hf, usable)
     unseen = sequences(recording) if numbered is None else numbered.unseen
     batches = make_batches(recording, unseen, batch_tokens(hf), sample or ExactRows(), ahead=ahead)
     precision, declared, dtype = (
@@ -442,12 +440,12 @@ def _replayed(
     if projections is not None:
         projections.save()
     judgement = replace(judge.judgement(), sampled=sampled)
-    if seen is None or numbered is None or any(map(_is_wrong, judgement.errors.values())):
+    if numbered is None or any(map(_is_wrong, judgement.errors.values())):
         return judgement
-    errors = seen.with_seen(judgement.errors, numbered)
-    seen.remember(judgement.errors, numbered)
+    errors = numbered.seen.with_seen(judgement.errors, numbered)
+    numbered.seen.remember(judgement.errors, numbered)
     in_order = {op.tap: errors[op.tap] for op in hf.graph if op.tap in errors}
-    return replace(judgement, errors=in_order, num_seen=int(numbered.is_seen.sum()))
+    return replace(judgement, errors=in_order, num_seen=numbered.num_seen)
 
 
 def control_arithmetic(

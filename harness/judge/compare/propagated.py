@@ -4,7 +4,7 @@ It is one pass over two recordings, tap by tap, memory-mapped; each row is found
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +24,7 @@ HF's sdpa reaches 4 on the tiny models (reports/cpu/noise-floors.md); a bug upst
 _MOST_CARRIED = 1000.0
 """Largest factor by which sound operations may enlarge noise that is estimated. Two backends of the reference engine
 differ by 110 times the estimate after two layers of qwen3-tiny in float32."""
+_NONE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,127 @@ class Propagation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """Where rows are in both recordings."""
+
+    rows: Rows
+    at: torch.Tensor
+    """[rows] place of each among those of its step that the tap covers."""
+    places: torch.Tensor
+    """What `Locator.find` returns."""
+    contents: torch.Tensor | None
+    """[rows] int64, equal for equal rows; None where they are not compared."""
+    ours: Located
+    theirs: Located
+
+    def values(self, tap: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of a tap in both."""
+        return self.ours.rows(tap).flatten(1), self.theirs.rows(tap).flatten(1)
+
+
+@dataclass(slots=True)
+class _Located:
+    """Where rows of some steps are in both recordings: the same for taps of the same rows."""
+
+    actual: Recording
+    expected: Locator
+    contents: Mapping[int, torch.Tensor] | None
+    """By step, [rows] int64."""
+    _pairs: dict[tuple[object, ...], _Pair | None] = field(default_factory=dict)
+
+    def pair(self, steps: Sequence[Step], tap: str) -> _Pair | None:
+        """Return where the rows of a tap in some steps are; rows that are not expected are left out."""
+        indices = tuple(step.index for step in steps)
+        is_whole = all(step.is_whole(tap) for step in steps)
+        key = (indices, None if is_whole else tap, self.expected.signature(tap))
+        if key not in self._pairs:
+            rows, at = rows_of_steps(steps, tap), places_in_steps(steps, tap)
+            contents = None if self.contents is None else torch.cat([self._contents(step, tap) for step in steps])
+            self._pairs[key] = self._located(rows, at, self.expected.find(tap, rows), contents)
+        return self._pairs[key]
+
+    def _contents(self, step: Step, tap: str) -> torch.Tensor:
+        assert self.contents is not None
+        covered = step.rows_of(tap)
+        return self.contents[step.index] if covered is None else self.contents[step.index][covered]
+
+    def part(self, pair: _Pair, keep: torch.Tensor) -> _Pair | None:
+        """Return where some of the rows of a pair are, [rows] bool; None for no row."""
+        key = id(pair), keep.numpy().tobytes()
+        if key not in self._pairs:
+            contents = None if pair.contents is None else pair.contents[keep]
+            self._pairs[key] = self._located(pair.rows.select(keep), pair.at[keep], pair.places[keep], contents)
+        return self._pairs[key]
+
+    def _located(
+        self, rows: Rows, at: torch.Tensor, places: torch.Tensor, contents: torch.Tensor | None
+    ) -> _Pair | None:
+        present = places[:, 0] >= 0
+        if not bool(present.any()):
+            return None
+        rows, at, places = rows.select(present), at[present], places[present]
+        return _Pair(
+            rows=rows,
+            at=at,
+            places=places,
+            contents=None if contents is None else contents[present],
+            ours=self.actual.located(rows.step, at),
+            theirs=self.expected.recording.located(places[:, 0], places[:, 1]),
+        )
+
+
+@dataclass(slots=True)
+class KnownDistances:
+    """Distances of the rows of some recordings to the sketches of one golden."""
+
+    _errors: dict[str, tuple[PropagatedErrors, torch.Tensor]] = field(default_factory=dict)
+    """By tap: distances, and the place of the row in the golden."""
+    _at: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By tap: where among these each content is, -1 for nowhere."""
+
+    def of(
+        self, tap: str, located: _Located, pair: _Pair, measure: Callable[[str, _Pair], PropagatedErrors]
+    ) -> PropagatedErrors | None:
+        """Return the distances of the rows of a pair, of which those not known are measured.
+
+        None where elements are not numbers: these are counted, and belong to no row.
+        """
+        at = self._find(tap, pair)
+        new = located.part(pair, at < 0)
+        if new is not None:
+            errors = measure(tap, new)
+            if errors.metrics.num_nan or errors.metrics.num_inf:
+                return None
+            at[at < 0] = self._add(tap, errors, new)
+        errors, _ = self._errors[tap]
+        return replace(errors, rows=pair.rows, metrics=errors.metrics.select(at), ratio=errors.ratio[at])
+
+    def _find(self, tap: str, pair: _Pair) -> torch.Tensor:
+        """[rows] int64: where the distances of a pair's rows are, -1 where they are not known."""
+        assert pair.contents is not None
+        table, known_at = self._at.get(tap, _NONE), torch.full_like(pair.contents, -1)
+        is_noted = pair.contents < len(table)
+        known_at[is_noted] = table[pair.contents[is_noted]]
+        if len(table):  # two requests with the same tokens may have two rows in the golden
+            known_at[self._errors[tap][1][known_at] != pair.places[:, 2]] = -1
+        return known_at
+
+    def _add(self, tap: str, errors: PropagatedErrors, pair: _Pair) -> torch.Tensor:
+        """Note the distances of a pair's rows, and return where they are, [rows] int64."""
+        assert pair.contents is not None
+        before, table, rows = self._errors.get(tap), self._at.get(tap, _NONE), pair.places[:, 2]
+        at, largest = torch.arange(len(rows)) + (0 if before is None else len(before[1])), int(pair.contents.max())
+        if len(table) <= largest:
+            table = torch.cat([table, torch.full((largest + 1 - len(table),), -1)])
+        table[pair.contents] = at
+        self._at[tap] = table
+        if before is not None:
+            errors, rows = PropagatedErrors.concat([before[0], errors]), torch.cat([before[1], rows])
+        self._errors[tap] = errors, rows
+        return at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Noise:
     """Relative L2 errors of HF itself, by tap."""
 
@@ -102,6 +224,8 @@ def propagated_errors(
     usable: Collection[str],
     *,
     sketched: Collection[str] = (),
+    contents: Mapping[int, torch.Tensor] | None = None,
+    known: KnownDistances | None = None,
 ) -> Propagation:
     """Compare every usable tap that both recordings hold.
 
@@ -113,35 +237,44 @@ def propagated_errors(
         graph: of the model.
         usable: taps whose shape and dtype fit.
         sketched: taps of which `expected` holds sketches: their distances are estimated.
+        contents: by step, [rows] int64 that are equal for equal rows, of this and of earlier recordings.
+        known: distances of earlier recordings to the same sketches, which are not estimated again.
     """
     result, parts, logits = Propagation(), dict[str, list[PropagatedErrors]](), list[torch.Tensor]()
     other_choices: dict[str, list[Rows]] = {}
     choices = {tap for tap in usable if tap in graph and graph[tap].kind is Kind.CHOICE}
-    known = _Noise(
+    of_hf = _Noise(
         rows=noise,
         floors={tap: float(rows.nanmedian()) for tap, rows in noise.items() if len(rows)},
         unit=rounding_unit(engine_dtype(actual)),
         depths={operation.tap: depth for depth, operation in enumerate(graph, start=1)},
     )
-    located = _Located(actual, expected)
+    located = _Located(actual, expected, contents)
+
+    def measured(tap: str, pair: _Pair) -> PropagatedErrors:
+        ours, theirs = pair.values(tap)
+        metrics = (estimated_metrics if tap in sketched else row_metrics)(ours, theirs)
+        ratio = of_hf.ratio(metrics.relative_l2, tap, pair.places)
+        return PropagatedErrors(rows=pair.rows, metrics=metrics, ratio=ratio)
+
     for chunk in chunks(actual.steps):
         for tap in dict.fromkeys(tap for step in chunk for tap in step.tap_names if tap in usable):
             pair = located.pair([step for step in chunk if step.has(tap)], tap)
             if pair is None:
                 continue
-            rows, places, ours, theirs = pair
             if tap in choices:
+                ours, theirs = pair.values(tap)
                 is_other = (ours.sort(dim=-1).values != theirs.sort(dim=-1).values).any(dim=-1)
                 if bool(is_other.any()):
-                    other_choices.setdefault(tap, []).append(rows.select(is_other))
+                    other_choices.setdefault(tap, []).append(pair.rows.select(is_other))
                 continue
-            metrics = (estimated_metrics if tap in sketched else row_metrics)(ours, theirs)
-            ratio = known.ratio(metrics.relative_l2, tap, places)
-            parts.setdefault(tap, []).append(PropagatedErrors(rows=rows, metrics=metrics, ratio=ratio))
+            if known is None or tap not in sketched or (errors_here := known.of(tap, located, pair, measured)) is None:
+                errors_here = measured(tap, pair)
+            parts.setdefault(tap, []).append(errors_here)
             if tap == graph.logits:
-                logits.append(logit_metrics(ours, theirs))
+                logits.append(logit_metrics(*pair.values(tap)))
     errors = {tap: PropagatedErrors.concat(chunk_errors) for tap, chunk_errors in parts.items()}
-    result.errors = _with_bounds(errors, known.floors, graph)
+    result.errors = _with_bounds(errors, of_hf.floors, graph)
     result.other_choices = {tap: Rows.concat(rows) for tap, rows in other_choices.items()}
     result.logits = _logit_result(logits)
     return result
@@ -183,49 +316,6 @@ def what_logits_show(noise: torch.Tensor, graph: Graph) -> str:
         f"errors from {100 * row:.2g} % of a row's norm on, {RATIO_BOUND:g} times HF's own; a change of all weights "
         f"from about {200 * row / math.sqrt(num_products):.2g} % on, or of one matrix from about {200 * row:.2g} % on"
     )
-
-
-@dataclass(slots=True)
-class _Located:
-    """Where rows of some steps are in both recordings: the same for taps of the same rows."""
-
-    actual: Recording
-    expected: Locator
-    _known: dict[tuple[tuple[int, ...], str | None, tuple[str, ...]], "_Pair | None"] = field(default_factory=dict)
-
-    def pair(self, steps: Sequence[Step], tap: str) -> tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Return the rows of a tap in some steps, and the expected rows; rows that are not expected are left out."""
-        indices = tuple(step.index for step in steps)
-        is_whole = all(step.is_whole(tap) for step in steps)
-        key = (indices, None if is_whole else tap, self.expected.signature(tap))
-        if key not in self._known:
-            self._known[key] = self._located(steps, tap)
-        known = self._known[key]
-        if known is None:
-            return None
-        return known.rows, known.places, known.ours.rows(tap).flatten(1), known.theirs.rows(tap).flatten(1)
-
-    def _located(self, steps: Sequence[Step], tap: str) -> "_Pair | None":
-        rows, at = rows_of_steps(steps, tap), places_in_steps(steps, tap)
-        places = self.expected.find(tap, rows)
-        present = places[:, 0] >= 0
-        if not bool(present.any()):
-            return None
-        rows, at, places = rows.select(present), at[present], places[present]
-        ours = self.actual.located(rows.step, at)
-        theirs = self.expected.recording.located(places[:, 0], places[:, 1])
-        return _Pair(rows=rows, places=places, ours=ours, theirs=theirs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair:
-    """Where rows are in both recordings."""
-
-    rows: Rows
-    places: torch.Tensor
-    """What `Locator.find` returns."""
-    ours: Located
-    theirs: Located
 
 
 def _logit_result(parts: list[torch.Tensor]) -> LogitResult | None:

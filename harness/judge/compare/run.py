@@ -35,7 +35,7 @@ from harness.judge.compare.judged import (
     systematic_finding,
     tap_result,
 )
-from harness.judge.compare.local import LocalJudgement, local_errors, replay_dtype
+from harness.judge.compare.local import LocalJudgement, local_errors, needs_control, replay_dtype
 from harness.judge.compare.propagated import Propagation, position_errors, propagated_errors
 from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.seen import SeenRows
@@ -236,16 +236,28 @@ def _judge(
     """
     actual, graph, usable = sides.actual, sides.graph, sides.usable
     local, done = LocalJudgement() if replayed is None else replayed.local, list[Propagation]()
+    numbered = None
+    if hf is not None and seen is not None and sample is None and not needs_control(graph, usable):
+        numbered = seen.number(actual, hf, usable)
+    distances = partial(propagated_errors, actual, sides.theirs, sides.noise, graph, usable, sketched=sides.sketched)
+    if numbered is not None:
+        known = numbered.seen.distances(sides.theirs.recording)
+        distances = partial(distances, contents=numbered.contents, known=known)
     with Workers[Propagation](min(1, torch.get_num_threads() - 1)) as beside:
-        beside.submit(
-            lambda: propagated_errors(actual, sides.theirs, sides.noise, graph, usable, sketched=sides.sketched)
-        )
+        beside.submit(distances)
         if replayed is None and sample is not None:  # the sample includes outliers, so propagation is needed first
             done = list(beside.finished())
             sample = replace(sample, standing_out=rows_standing_out(done[0]))
         if replayed is None and hf is not None:
             local = local_errors(
-                actual, hf, usable, truth=truth, stops_early=stops_early, sample=sample, progress=progress, seen=seen
+                actual,
+                hf,
+                usable,
+                truth=truth,
+                stops_early=stops_early,
+                sample=sample,
+                progress=progress,
+                numbered=numbered,
             )
         (propagation,) = done or beside.finished()
     theirs = sides.theirs if _runs_as_the_golden(local) and not sides.is_plain else None

@@ -1,21 +1,21 @@
 """Rows that an earlier schedule of the same check had bit for bit, with all rows that they read: judged once.
 
-A row's digest covers what the engine recorded of the row, its token, and the digest of the row before it in its
+A row's number stands for what the engine recorded of the row, its token, and the number of the row before it in its
 sequence, so whatever attention reads. Only rows of schedules in which no operation was wrong are remembered. So a wrong
-row is judged again in every schedule.
+row is judged again in every schedule. A distance to the golden depends on the row alone, and is measured once, too.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from harness.formats.recording import Recording
+from harness.formats.recording import Recording, Step
 from harness.judge.compare.align import Rows
-from harness.judge.compare.batch import PaddedBatch
+from harness.judge.compare.propagated import KnownDistances
 from harness.judge.compare.row_judge import LocalErrors
-from harness.judge.compare.sequences import RowSequence, sequences
+from harness.judge.compare.sequences import NOWHERE, RowSequence, sequences
 from harness.oracle.model import HFModel
 
 _ROTATIONS_BY_LENGTH = ("'dynamic'", "'longrope'")
@@ -32,6 +32,14 @@ class NumberedRows:
     """[rows] bool: judged in an earlier schedule."""
     unseen: Sequence[RowSequence]
     """The sequences with other rows, only these to be judged."""
+    contents: Mapping[int, torch.Tensor]
+    """By step: [rows] int64, the same for rows of the same content."""
+    seen: "SeenRows"
+
+    @property
+    def num_seen(self) -> int:
+        """Number of rows that were judged in an earlier schedule."""
+        return int(self.is_seen.sum())
 
 
 @dataclass(slots=True)
@@ -40,10 +48,15 @@ class SeenRows:
 
     num_judged_again: int = 0
     """Of the longest sequences all rows are judged again: the power of a pass is that of the last schedule's rows."""
-    _numbers: dict[bytes, int] = field(default_factory=dict)
+    _contents: dict[bytes, int] = field(default_factory=dict)
+    """By digest of what was recorded of a row."""
+    _numbers: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """By the number of the row before, the token and the content."""
     _sound: set[int] = field(default_factory=set)
     _errors: dict[str, tuple[LocalErrors, dict[int, int]]] = field(default_factory=dict)
     """By tap: errors, and the place of the row of each number among them."""
+    _distances: dict[str, KnownDistances] = field(default_factory=dict)
+    """By digest of the golden."""
 
     def number(self, recording: Recording, hf: HFModel, taps: Collection[str]) -> NumberedRows | None:
         """Give the rows of a recording their numbers.
@@ -59,12 +72,12 @@ class SeenRows:
             return None
         if not (of_requests := sequences(recording)):
             return None
+        contents = self._contents_of(recording, taps)
         by_length = sorted(range(len(of_requests)), key=lambda at: -len(of_requests[at]))
         again = set(by_length[: self.num_judged_again])
         rows, numbers, is_seen, unseen = list[Rows](), list[torch.Tensor](), list[torch.Tensor](), list[RowSequence]()
         for index, item in enumerate(of_requests):
-            digests = _digests(recording, item, taps)
-            of_all = torch.tensor([self._numbers.setdefault(digest, len(self._numbers)) for digest in digests])
+            of_all = torch.tensor(list(self._chain(item, contents)))
             seen = torch.tensor([number in self._sound and index not in again for number in of_all.tolist()])
             at = item.is_own.nonzero()[:, 0]
             rows.append(Rows(request=torch.full_like(at, item.request.id), position=at, step=item.step[at]))
@@ -73,8 +86,37 @@ class SeenRows:
             if not bool(is_seen[-1].all()):
                 unseen.append(replace(item, is_seen=seen))
         return NumberedRows(
-            rows=Rows.concat(rows), numbers=torch.cat(numbers), is_seen=torch.cat(is_seen), unseen=unseen
+            rows=Rows.concat(rows),
+            numbers=torch.cat(numbers),
+            is_seen=torch.cat(is_seen),
+            unseen=unseen,
+            contents={step: torch.tensor(of_step) for step, of_step in contents.items()},
+            seen=self,
         )
+
+    def _contents_of(self, recording: Recording, taps: Collection[str]) -> dict[int, list[int]]:
+        """Return the number of each row's content, by step."""
+        manifest = recording.manifest
+        before = hashlib.sha256(f"{manifest.dtype} {manifest.device} {manifest.numerics}".encode()).digest()
+        contents = dict[int, list[int]]()
+        for steps in _side_by_side(recording.steps):
+            digests = [digest.digest() for digest in _digests(steps, sorted(taps), before)]
+            numbers = [self._contents.setdefault(digest, len(self._contents)) for digest in digests]
+            num_rows = steps[0].entry.num_rows
+            contents |= {step.index: numbers[at * num_rows : (at + 1) * num_rows] for at, step in enumerate(steps)}
+        return contents
+
+    def _chain(self, sequence: RowSequence, contents: Mapping[int, Sequence[int]]) -> Iterator[int]:
+        """Yield the number of each row of a sequence."""
+        before = NOWHERE
+        for token, step, row in zip(sequence.token_ids, sequence.step.tolist(), sequence.row.tolist(), strict=True):
+            content = NOWHERE if step == NOWHERE else contents[step][row]
+            before = self._numbers.setdefault((before, token, content), len(self._numbers))
+            yield before
+
+    def distances(self, golden: Recording) -> KnownDistances:
+        """Return the distances to a golden that are known, to be added to."""
+        return self._distances.setdefault(golden.manifest_sha256, KnownDistances())
 
     def with_seen(self, errors: Mapping[str, LocalErrors], numbered: NumberedRows) -> dict[str, LocalErrors]:
         """Return the errors of all rows: those of seen rows are the ones that were measured before."""
@@ -102,21 +144,32 @@ class SeenRows:
         self._sound.update(numbered.numbers.tolist())
 
 
-def _digests(recording: Recording, sequence: RowSequence, taps: Collection[str]) -> list[bytes]:
-    """Return the digest of each row of a sequence: of its values, its token, and all rows before it."""
-    batch = PaddedBatch(recording, [sequence])
-    contents = [hashlib.sha256(b"%d" % token) for token in sequence.token_ids]
-    for tap in sorted(taps):
-        recorded = batch.recorded(tap)
-        if recorded is None:
-            continue
-        name, values = tap.encode(), recorded.rows.contiguous().view(torch.uint8).flatten(1).numpy()
-        for place, row in zip(recorded.places.tolist(), values, strict=True):
-            contents[place].update(name)
-            contents[place].update(row)
-    manifest = recording.manifest
-    digests, before = list[bytes](), f"{manifest.dtype} {manifest.device} {manifest.numerics}".encode()
-    for content in contents:
-        before = hashlib.sha256(before + content.digest()).digest()
-        digests.append(before)
+def _side_by_side(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
+    """Yield the steps that are kept side by side together, and all others alone."""
+    kept = dict[int, list[Step]]()
+    for step in steps:
+        if step.kept is None:
+            yield [step]
+        else:
+            kept.setdefault(id(step.kept), []).append(step)
+    yield from kept.values()
+
+
+def _digests(steps: Sequence[Step], taps: Sequence[str], before: bytes) -> list["hashlib._Hash"]:
+    """Return the digest of what was recorded of each row of some steps that are alike, one step after the other."""
+    first, num_rows = steps[0], steps[0].entry.num_rows
+    digests = [hashlib.sha256(before) for _ in range(num_rows * len(steps))]
+    for tap in filter(first.has, taps):
+        tensor, _ = first.beside(tap)
+        values, name = tensor.contiguous().view(torch.uint8).flatten(1).numpy(), tap.encode()
+        for at, row in zip(_covered(steps, tap), values, strict=True):
+            digests[at].update(name)
+            digests[at].update(row)
     return digests
+
+
+def _covered(steps: Sequence[Step], tap: str) -> Iterator[int]:
+    """Yield which rows of some steps a tap covers, of all rows of these steps."""
+    for at, step in enumerate(steps):
+        rows, begin = step.rows_of(tap), at * step.entry.num_rows
+        yield from (begin + row for row in (range(step.entry.num_rows) if rows is None else rows.tolist()))

@@ -1,10 +1,18 @@
 """Rows that an earlier schedule had bit for bit: no second verdict, and the verdicts that all rows would have got."""
 
+from dataclasses import fields, replace
+
 import pytest
+import torch
 
 from harness.formats.taps import Kind
-from harness.judge.compare import local, seen
+from harness.judge.compare import compare_run, local, propagated, seen
 from harness.judge.compare.seen import SeenRows
+from harness.oracle import sketch_rows as sketches
+from harness.oracle.make_golden import cached_golden
+from harness.oracle.requests import Prompt
+
+from .conftest import NUM_NEW
 
 TAP = "model.layers.1.mlp.down_proj"
 REQUEST, POSITION = 0, 5
@@ -112,3 +120,104 @@ def test_no_row_is_known_where_its_rotation_follows_the_length(bench, judge, mon
     monkeypatch.setattr(seen, "_ROTATIONS_BY_LENGTH", ("'qwen3'",))
     results = [comparison.result for comparison, _ in judge(*[bench().recorded("plain")] * 2, known=SeenRows())]
     assert [result.coverage.rows_seen_before for result in results] == [0, 0]
+
+
+def test_one_bit_of_any_tap_makes_another_row_of_it_and_of_all_that_read_it(bench, tmp_path):
+    known, hf = SeenRows(), bench().hf
+    sound = bench().recorded("plain").write(tmp_path / "sound").with_names(hf.graph.aliases)
+    taps = [tap.name for tap in sound.taps]
+    first = known.number(sound, hf, taps)
+    known._sound.update(first.numbers.tolist())
+    assert known.number(sound, hf, taps).num_seen == len(first.rows)
+    last = max(at for request, at in first.rows.places() if request == REQUEST)
+    sampled_only = {op.tap for op in hf.graph if op.sampled_only}
+    for at, tap in enumerate(taps):
+        copy, position = bench().recorded("plain"), last if tap in sampled_only else POSITION
+        if not any(tap in step.taps for step in copy.computing()):
+            continue
+        copy.at(tap, REQUEST, position).view(torch.int32)[..., -1] ^= 1
+        numbered = known.number(copy.write(tmp_path / f"{at}").with_names(hf.graph.aliases), hf, taps)
+        others = set(numbered.rows.select(~numbered.is_seen).places())
+        assert others == {(REQUEST, after) for after in range(position, last + 1)}, tap
+
+
+@pytest.fixture
+def sketched(one, monkeypatch, tmp_path):
+    """A golden that holds sketches of narrow rows."""
+    monkeypatch.setattr(sketches, "PROJECTIONS_A_ROW", 24)
+    monkeypatch.setattr(sketches, "_LEAST_WIDTH", 0)
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    sketches._directions.cache_clear()
+    prompts = [
+        Prompt(token_ids=tuple(request.token_ids[: request.prompt_length]), max_new_tokens=NUM_NEW)
+        for request in one.golden.requests
+    ]
+    yield cached_golden(one.hf, prompts)
+    sketches._directions.cache_clear()
+
+
+def not_a_number(copy):
+    copy.at(TAP, REQUEST, POSITION)[0] = torch.nan
+    return copy
+
+
+def test_distances_to_the_golden_are_measured_once_and_those_of_all_rows(one, sketched, monkeypatch, tmp_path):
+    measure, num_measured = propagated.estimated_metrics, []
+
+    def noted(actual, expected):
+        num_measured.append(len(actual))
+        return measure(actual, expected)
+
+    monkeypatch.setattr(propagated, "estimated_metrics", noted)
+    assert TAP in sketched.sketched
+    known = SeenRows()
+    copies = [
+        one.recorded("plain"),
+        one.recorded("batched"),
+        changed(one.recorded("plain"), 1.5),
+        not_a_number(one.recorded("plain")),
+        one.recorded("prefix-hit", engine="reference"),
+        one.recorded("plain"),
+    ]
+    nums = []
+    for at, copy in enumerate(copies):
+        recording = copy.write(tmp_path / f"copy-{at}")
+        alone = compare_run(recording, sketched, hf=one.hf).result
+        num_measured.clear()
+        after = compare_run(recording, sketched, hf=one.hf, seen=known).result
+        nums.append(sum(num_measured))
+        for ours, theirs in zip(after.taps, alone.taps, strict=True):
+            assert of_golden(ours) == of_golden(theirs)
+        assert after.positions == alone.positions
+        assert after.logits == alone.logits
+    assert nums[0] > nums[2] > 0
+    assert nums[-1] == 0
+
+
+def of_golden(tap):
+    names = (field.name for field in fields(tap) if field.name.startswith(("propagated", "sqnr", "cosine", "num_nan")))
+    return tap.name, {name: repr(getattr(tap, name)) for name in names}
+
+
+def test_a_distance_to_another_row_of_the_golden_is_another(one, sketched, tmp_path):
+    """Requests with the same tokens: what was recorded of them is equal, and the golden's rows need not be."""
+    known, actual = SeenRows(), one.recorded("plain").write(tmp_path / "a").with_names(one.hf.graph.aliases)
+    numbered = known.number(actual, one.hf, [TAP])
+    locator = propagated.Locator(sketched.recording)
+    located = propagated._Located(actual, locator, numbered.contents)
+    pair = located.pair([actual.steps[0]], TAP)
+    distances = numbered.seen.distances(sketched.recording)
+    sizes = []
+
+    def measured(tap, part):
+        sizes.append(len(part.rows))
+        ratio = part.places[:, 2].double()
+        metrics = propagated.estimated_metrics(*part.values(tap))
+        return propagated.PropagatedErrors(rows=part.rows, metrics=metrics, ratio=ratio)
+
+    first = distances.of(TAP, located, pair, measured)
+    moved = replace(pair, places=pair.places.roll(1, dims=0))
+    second = distances.of(TAP, located, moved, measured)
+    assert sizes == [len(pair.rows)] * 2
+    assert first.ratio.tolist() == pair.places[:, 2].tolist()
+    assert second.ratio.tolist() == moved.places[:, 2].tolist()
