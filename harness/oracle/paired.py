@@ -120,6 +120,8 @@ class Sample:
     """[n] int64, ascending: of every request."""
     taps: Collection[str]
     """What linear modules and attention give."""
+    product_places: torch.Tensor | None = None
+    """[n] int64, ascending, request times tokens, plus token: where linear modules run; None for `positions`."""
 
     def modules(self, hf: HFModel) -> Mapping[Kind, Collection[str]]:
         """Return the linear modules, and those of attention, that give nothing but taps of the sample."""
@@ -407,15 +409,20 @@ class _Side:
         """What the linear module that runs now is given, if it is narrowed."""
 
     def narrowed(self, path: str, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the sample's rows of a linear module's input, [requests, n, in] or [requests * n, in]."""
+        """Return the sample's rows of a linear module's input, [n, in]."""
         if self._sample is None or path not in self._sampled[Kind.LINEAR]:
             return None
-        self._input = x.reshape(-1, x.shape[-1])
-        if x.dim() == 3 and x.shape[:2] == (self._num_requests, self._num_tokens):
-            return x.index_select(1, self._sample.positions.to(x.device))
-        if x.dim() == 2 and len(x) == self._num_requests * self._num_tokens:
-            return x.index_select(0, self._places(self._sample.positions).to(x.device))
-        return None
+        shape, is_flat = x.shape[:-1], x.dim() == 2 and len(x) == self._num_requests * self._num_tokens
+        if not is_flat and shape != (self._num_requests, self._num_tokens):
+            return None
+        self._input = x
+        return x.reshape(-1, x.shape[-1]).index_select(0, self._product_places().to(x.device))
+
+    def _product_places(self) -> torch.Tensor:
+        """[n] int64: where linear modules of the sample run."""
+        assert self._sample is not None
+        places = self._sample.product_places
+        return self._places(self._sample.positions) if places is None else places
 
     def see(self, source: str, value: torch.Tensor) -> torch.Tensor | None:
         """See `Watcher.see`."""
@@ -450,22 +457,27 @@ class _Side:
         """Whether a value has the rows of the sample alone."""
         if self._sample is None or operation.module not in self._sampled.get(operation.kind, ()):
             return False
+        if operation.kind is Kind.LINEAR:
+            return self._input is not None
         num_lines = 1 if operation.token_dim else self._num_requests
         return value.shape[operation.token_dim] == num_lines * len(self._sample.positions)
 
     def _show_sample(self, operation: Operation, value: torch.Tensor, call: AttentionCall | None) -> torch.Tensor:
         """Show the rows of the sample, and return all rows in the shape that the module would have given."""
         assert self._sample is not None
-        dim, places = operation.token_dim, self._places(self._sample.positions)
-        rows = as_rows(value, dim, self._num_requests, len(self._sample.positions))
-        module_input, self._input = self._input, None
+        dim, x, shape = operation.token_dim, self._input, list(value.shape)
+        self._input = None
+        if x is not None:
+            dim, shape, places, rows = 0, [*x.shape[:-1], value.shape[-1]], self._product_places(), value
+        else:
+            places = self._places(self._sample.positions)
+            rows = as_rows(value, dim, self._num_requests, len(self._sample.positions))
+            shape[dim] = (1 if dim else self._num_requests) * self._num_tokens
+        module_input = None if x is None else x.reshape(-1, x.shape[-1])
         replacement = self._show(
             Value(operation=operation, rows=rows, places=places, call=call, module_input=module_input)
         )
         assert replacement is not None, f"{operation.tap} was to be replaced"
-        num_lines = 1 if dim else self._num_requests
-        shape = list(value.shape)
-        shape[dim] = num_lines * self._num_tokens
         return from_rows(replacement, value.new_empty(shape), dim).clone()  # the model may change what it is given
 
     def _places(self, positions: torch.Tensor) -> torch.Tensor:

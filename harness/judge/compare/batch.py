@@ -150,6 +150,10 @@ class RecordedRows:
     """[rows, ...] in the dtype they were recorded in."""
 
 
+_RowsByStep = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+"""For each step: its index, the places of its rows, and the rows."""
+
+
 class PaddedBatch:
     """Sequences side by side: [sequences, tokens], the shorter ones padded after their end."""
 
@@ -180,7 +184,7 @@ class PaddedBatch:
         self._row = self._padded([sequence.row for sequence in sequences], NOWHERE)
         self.is_own = self._padded([_is_judged(recording, sequence, lengths) for sequence in sequences], False)
         """[places] bool: rows that are judged in this batch."""
-        self._located = dict[tuple[tuple[int, ...], str | None], tuple[torch.Tensor, Located | None]]()
+        self._located = dict[tuple[bool, tuple[int, ...], str | None], tuple[torch.Tensor, Located | None]]()
         """What `_locate` returns, by the steps that have a tap, and the tap if it covers only some of their rows."""
         self.positions = positions
 
@@ -200,6 +204,13 @@ class PaddedBatch:
         """[places] bool: where the batch has `ahead` more tokens of the request."""
         ends = torch.tensor(list(map(len, self._tokens)))
         return (torch.arange(self.num_tokens) + num_tokens < ends[:, None]).flatten()
+
+    @property
+    def judged_positions(self) -> torch.Tensor | None:
+        """[n] int64, ascending: where rows are judged, if others were judged before; None for everywhere."""
+        if all(sequence.is_seen is None for sequence in self.sequences):
+            return None
+        return self.is_own.view(-1, self.num_tokens).any(dim=0).nonzero()[:, 0]
 
     @property
     def num_sampled(self) -> int:
@@ -225,27 +236,33 @@ class PaddedBatch:
         )
 
     @cached_property
-    def _by_step(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """For each step: its index, the places of its rows, and the rows."""
-        there = (self._step >= 0).nonzero()[:, 0]
-        order = self._step[there].argsort(stable=True)
-        steps, counts = self._step[there][order].unique_consecutive(return_counts=True)
-        places = there[order].split(counts.tolist())
-        return [(step, at, self._row[at]) for step, at in zip(steps.tolist(), places, strict=True)]
+    def _by_step(self) -> _RowsByStep:
+        return self._rows_by_step((self._step >= 0).nonzero()[:, 0])
 
-    def recorded(self, tap: str) -> RecordedRows | None:
-        """Return the rows of a tap that were recorded; None if there are none."""
-        steps = self.recording.steps
-        indices = tuple(index for index, _, _ in self._by_step if steps[index].has(tap))
-        key = indices, None if all(steps[index].is_whole(tap) for index in indices) else tap
+    @cached_property
+    def _judged_by_step(self) -> _RowsByStep:
+        return self._rows_by_step(((self._step >= 0) & self.is_own).nonzero()[:, 0])
+
+    def _rows_by_step(self, places: torch.Tensor) -> _RowsByStep:
+        """Return for each step: its index, the places of its rows, and the rows."""
+        order = self._step[places].argsort(stable=True)
+        steps, counts = self._step[places][order].unique_consecutive(return_counts=True)
+        by_step = places[order].split(counts.tolist())
+        return [(step, at, self._row[at]) for step, at in zip(steps.tolist(), by_step, strict=True)]
+
+    def recorded(self, tap: str, *, is_judged: bool = False) -> RecordedRows | None:
+        """Return the rows of a tap that were recorded, or only those to be judged; None if there are none."""
+        steps, by_step = self.recording.steps, self._judged_by_step if is_judged else self._by_step
+        indices = tuple(index for index, _, _ in by_step if steps[index].has(tap))
+        key = is_judged, indices, None if all(steps[index].is_whole(tap) for index in indices) else tap
         if key not in self._located:
-            self._located[key] = self._locate(tap)
+            self._located[key] = self._locate(tap, by_step)
         places, located = self._located[key]
         return None if located is None else RecordedRows(places=places, rows=located.rows(tap))
 
-    def _locate(self, tap: str) -> tuple[torch.Tensor, Located | None]:
+    def _locate(self, tap: str, by_step: _RowsByStep) -> tuple[torch.Tensor, Located | None]:
         """Return places of a tap's rows, [rows], and where these are in the recording; None if there are none."""
-        covered = [(index, *self._covered(index, places, rows, tap)) for index, places, rows in self._by_step]
+        covered = [(index, *self._covered(index, places, rows, tap)) for index, places, rows in by_step]
         parts = [part for part in covered if len(part[1])]
         if not parts:
             return torch.empty(0, dtype=torch.int64), None

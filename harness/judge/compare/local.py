@@ -24,7 +24,7 @@ from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RowSample, SampledRows, make_batches, spread
 from harness.judge.compare.conventions.entry import HALF
 from harness.judge.compare.evidence import MAX_LAYERS, MAX_ROWS, Evidence, PartInputs, histories, merged
-from harness.judge.compare.projected import ExactRows, projections_of
+from harness.judge.compare.projected import EXACT_ROWS, VERIFYING_ROWS, exact_places, projections_of
 from harness.judge.compare.replay import DecidedError, Judge, Replay, TapRows, unrecorded_before
 from harness.judge.compare.row_judge import LocalErrors, RowJudge, choice_errors, judged_queries
 from harness.judge.compare.seen import NumberedRows
@@ -105,6 +105,7 @@ class LocalJudge(Judge):
         may_truncate: bool = False,
         stops_early: bool = False,
         is_final: bool = True,
+        keeps_sound: bool = True,
         workers: Workers[_Measured] | None = None,
     ) -> None:
         super().__init__(hf.graph, usable)
@@ -117,6 +118,7 @@ class LocalJudge(Judge):
         self._num_kept = Counter[str]()
         self._sound: dict[tuple[str, int | None], Evidence] = {}
         self._not_chosen: dict[str, set[int]] = {}
+        self._keeps_sound = keeps_sound
         self._stops_early, self._has_bad, self._is_final = stops_early or not is_final, False, is_final
 
     def add(self, rows: TapRows) -> None:
@@ -227,7 +229,7 @@ class LocalJudge(Judge):
         """Keep some sound rows of the first layer of each site, with the bounds that wrong rows would have."""
         operation = rows.operation
         site = operation.site, operation.window
-        if site in self._sound or rows.unrecorded:
+        if site in self._sound or rows.unrecorded or not self._keeps_sound:
             return
         usable, most = errors.roundings.isfinite(), _SOUND_ROWS
         if operation.kind is Kind.ATTENTION:
@@ -401,13 +403,16 @@ def _replayed(
     """Judge as `local_errors`; without the control, bounds may be too small and directions those of all rounding."""
     ahead, sampled = max(hf.graph.drafted_from, default=0), SampledRows()
     unseen = sequences(recording) if numbered is None else numbered.unseen
-    batches = make_batches(recording, unseen, batch_tokens(hf), sample or ExactRows(), ahead=ahead)
+    batches = make_batches(recording, unseen, batch_tokens(hf), sample, ahead=ahead)
     precision, declared, dtype = (
         replay_dtype(truth, recording, hf),
         recording.manifest.numerics,
         engine_dtype(recording),
     )
     projections = None if sample is not None else projections_of(recording, hf, precision)
+    is_last = numbered is None or bool(numbered.seen.num_judged_again)
+    needs_history = is_last or numbered is None or not numbered.num_seen
+    least = VERIFYING_ROWS if numbered is not None and numbered.are_few else EXACT_ROWS
     with Workers[_Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
         judge = LocalJudge(
             hf,
@@ -418,11 +423,13 @@ def _replayed(
             may_truncate=recording.manifest.device.startswith("cuda"),
             stops_early=stops_early,
             is_final=has_control,
+            keeps_sound=is_last,
             workers=workers,
         )
         with suppress(DecidedError):
             for index, batch in enumerate(batches):
-                watcher = Replay(judge, batch, projections)
+                exact = None if projections is None else exact_places(batch, index, least)
+                watcher = Replay(judge, batch, projections, exact, needs_history=needs_history)
                 sampled = _with_batch(sampled, batch, sample if watcher.is_sampled else None)
                 report = None if progress is None else partial(progress, f"replay {index + 1}/{len(batches)}")
                 run_pair(

@@ -8,8 +8,9 @@ the columns of U, the estimate of its size is
 for which W^T U is computed once a checkpoint. The directions do not depend on e, so each <e, u_j> / ||e|| is standard
 normal, whatever e is, and k times the square of estimate over ||e|| has the chi-squared distribution of k degrees of
 freedom: exactly, which random signs have only nearly. Rows above `FAR` of their bound are multiplied out and judged by
-that. A row at its bound escapes with the probability that chi-squared of 64 is below 64 * 0.6^2 = 23, which is 5.3e-7,
-a row at 1.2 times its bound with 1.4e-10, at twice its bound with 1.2e-22. A sound row at 0.45 of its bound is
+that; above `FAR` of the least bound, a row's has its amplification in it (bounds.py), from the norms of the weight's
+columns. A row at its bound escapes with the probability that chi-squared of 64 is below 64 * 0.6^2 = 23, which is
+5.3e-7, a row at 1.2 times its bound with 1.4e-10, at twice its bound with 1.2e-22. A sound row at 0.45 of its bound is
 multiplied out once in 7,800.
 
 Effects below one rounding are sums over elements, which projections blur: over n rows of W channels they have the
@@ -21,7 +22,7 @@ The same rows verify W^T U itself: if their exact results do not fit it, it is c
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +39,8 @@ from harness.formats.checkpoint import cache_dir
 from harness.formats.recording import Recording
 from harness.formats.recording.format import DTYPES
 from harness.formats.taps import KINDS, Kind, Operation
-from harness.judge.compare.batch import RowSample
+from harness.judge.compare.batch import PaddedBatch, RowSample
 from harness.judge.compare.bounds import Sensitivity, derived_bound
-from harness.judge.compare.sequences import RowSequence
 from harness.judge.compare.shapes import engine_dtype
 from harness.oracle.golden import key_name
 from harness.oracle.model import HFModel
@@ -53,38 +53,37 @@ EXACT_ROWS = 48
 """Least number of rows of a batch that are multiplied out: effects need `MIN_ROWS`, 40."""
 LEAST_WIDTH = 534
 """Narrowest product that is projected: (THRESHOLD / 0.05)^2 / EXACT_ROWS."""
+VERIFYING_ROWS = 4
+"""The same where fewer rows are judged than effects need: they verify the projected weights alone."""
 _BLOCK_ROWS = 512
 """Rows that are projected at a time: products of fewer rows are slower."""
 _WEIGHT_ROWS = 128
 """Outputs of a weight that are projected at a time."""
+_BLOCK_ELEMENTS = 1 << 18
+"""Elements of a weight that are squared at a time; they fit into the L2 cache."""
+_NEAR = 0.6
+"""Largest relative distance of the norm of a column from what its projections say, seven standard deviations."""
 _SAME = 128
 """Largest distance of exact results from what the projected weights say, in roundings of the truth's arithmetic."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExactRows:
-    """Chooses the positions at which the products of a batch are multiplied out."""
+def exact_places(batch: PaddedBatch, index: int, least: int = EXACT_ROWS) -> torch.Tensor:
+    """Return the places, [n] int64 and ascending, at which the products of a batch are multiplied out.
 
-    def positions(self, group: Sequence[RowSequence], index: int) -> torch.Tensor | None:
-        """Return the positions, [n] int64 and ascending, of requests that run side by side; None for all.
-
-        Rows of one token may be equal in the first layer, and count once; so tokens are taken until enough differ.
-        """
-        length, least = max(map(len, group)), math.ceil(EXACT_ROWS / len(group))
-        judged = sorted({at for sequence in group for at in sequence.is_judged.nonzero()[:, 0].tolist()})
-        if len(judged) <= least:
-            return None if len(judged) == length else torch.tensor(judged, dtype=torch.int64)
-        tokens = [sequence.token_ids for sequence in group]
-        positions = set(RowSample(num_rows=least).drawn(judged, index))
-        different = {line[at] for line in tokens for at in positions if at < len(line)}
-        for at in judged:
-            if len(different) >= EXACT_ROWS:
-                break
-            here = {line[at] for line in tokens if at < len(line)}
-            if here - different:
-                positions.add(at)
-                different |= here
-        return torch.tensor(sorted(positions))
+    Rows of one token may be equal in the first layer, and count once; so tokens are taken until enough differ.
+    """
+    judged, tokens = batch.is_own.nonzero()[:, 0].tolist(), batch.token_ids.flatten().tolist()
+    if len(judged) <= least:
+        return torch.tensor(judged, dtype=torch.int64)
+    places = set(RowSample(num_rows=least).drawn(judged, index))
+    different = {tokens[at] for at in places}
+    for at in judged:
+        if len(different) >= least:
+            break
+        if tokens[at] not in different:
+            places.add(at)
+            different.add(tokens[at])
+    return torch.tensor(sorted(places))
 
 
 @dataclass(kw_only=True)
@@ -98,7 +97,7 @@ class Projections:
     taps: frozenset[str]
     """Recorded in the engine's dtype."""
     _weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By tap: [k, in]."""
+    """By tap: [k + 1, in], the projected weight and the norms of its columns."""
     _directions: dict[int, torch.Tensor] = field(default_factory=dict)
     """By width: [k, out]: products of [k, out] are faster than those of [out, k]."""
     _is_new: bool = False
@@ -110,21 +109,22 @@ class Projections:
             # The file's tensors are not aligned, and products of those differ in bits.
             self._weights = {tap: wu.clone() for tap, wu in kept.items()}
 
-    def fit(self, operation: Operation, num_rows: int, num_exact: int) -> bool:
-        """Whether a product of so many rows is projected, of which so many are multiplied out."""
+    def fit(self, operation: Operation, num_rows: int, num_exact: int, num_judged: int) -> bool:
+        """Whether a product of rows is projected, of which some are judged, and some of these multiplied out."""
         module = self.hf.module(operation.module) if operation.kind is Kind.LINEAR else None
         if type(module) is not nn.Linear or operation.tap not in self.taps:
             return False
         num_out, num_in = module.weight.shape
         saved = (num_rows - num_exact) * num_in * num_out
-        return num_out >= LEAST_WIDTH and saved > 2 * num_rows * NUM_DIRECTIONS * (num_in + num_out)
+        return num_out >= LEAST_WIDTH and saved > 2 * num_judged * NUM_DIRECTIONS * (num_in + num_out)
 
     def estimates(
         self, operation: Operation, x: torch.Tensor, actual: torch.Tensor, exact: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the estimated error of each row in roundings, and the least bound that it has: [R] float64 each.
+        """Return the estimated error of each row in roundings, and its bound: [R] float64 each.
 
-        Call it while the module's weight is there.
+        The bound is the least that a row has, or where the error is above `FAR` of that, the row's own with what
+        amplifies its rounding. Call it while the module's weight is there.
 
         Args:
             operation: a product that fits.
@@ -134,7 +134,7 @@ class Projections:
         """
         module = self.hf.module(operation.module)
         bias = getattr(module, "bias", None)
-        u, wu = self._of(operation, module, actual.device, bias, exact)
+        u, wu, norms = self._of(operation, module, actual.device, bias, exact)
         model, unit = KINDS[operation.kind].error_model, rounding_unit(self.dtype)
         assert model is not None
         roundings, bounds = [], []
@@ -144,15 +144,26 @@ class Projections:
             error = _projected(x_rows, y, u, wu, bias)
             roundings.append(torch.where(error == 0, 0.0, error / norm / unit).to("cpu", torch.float64))
             bounds.append(derived_bound(model, self.dtype, Sensitivity(), y))
+            is_far = is_above(roundings[-1], bounds[-1])
+            if bool(is_far.any()):
+                at = is_far.to(x.device)
+                scale = (x_rows[at].square() @ norms.square()).sqrt() / norm[at]
+                amplified = Sensitivity(amplification=scale.to("cpu", torch.float64))
+                bounds[-1][is_far] = derived_bound(model, self.dtype, amplified, y[at])
         return torch.cat(roundings), torch.cat(bounds)
 
-    def multiplied(self, operation: Operation, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the product of some inputs [R, in], in the truth's dtype and, as the control, in the engine's."""
+    def multiplied(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of some inputs [R, in] in the truth's dtype."""
+        module = self.hf.module(operation.module)
+        assert isinstance(module, nn.Linear)
+        return blocked_linear(module, x, self.truth_dtype)
+
+    def control(self, operation: Operation, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of some inputs [R, in] in the engine's dtype."""
         module = self.hf.module(operation.module)
         assert isinstance(module, nn.Linear)
         bias = None if module.bias is None else module.bias.to(self.dtype)
-        control = nn.functional.linear(x.to(self.dtype), module.weight.to(self.dtype), bias)
-        return blocked_linear(module, x, self.truth_dtype), control
+        return nn.functional.linear(x.to(self.dtype), module.weight.to(self.dtype), bias)
 
     def _of(
         self,
@@ -161,24 +172,29 @@ class Projections:
         device: torch.device,
         bias: torch.Tensor | None,
         exact: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the directions and the projected weight, computed if it is not there or belongs to another weight."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the directions, the projected weight, and the norm of what each input is multiplied with, [in].
+
+        They are computed if they are not there or belong to another weight.
+        """
         num_out, num_in = module.weight.shape
         u = self._directions.get(num_out)
         if u is None:
             generator = torch.Generator().manual_seed(num_out)
             u = torch.randn(NUM_DIRECTIONS, num_out, generator=generator, dtype=torch.float64)
             u = self._directions[num_out] = u.to(device, self.truth_dtype)
-        wu = self._weights.get(operation.tap)
-        if wu is not None and wu.shape == (NUM_DIRECTIONS, num_in):
-            wu = wu.to(device, self.truth_dtype)
+        kept = self._weights.get(operation.tap)
+        if kept is not None and kept.shape == (NUM_DIRECTIONS + 1, num_in):
+            kept = kept.to(device, self.truth_dtype)
+            wu, norms = kept[:-1], kept[-1]
             distance = _projected(*exact, u, wu, bias)
             allowed = _SAME * torch.finfo(self.truth_dtype).eps * torch.linalg.vector_norm(exact[1], dim=1)
-            if bool((distance <= allowed)[allowed.isfinite()].all()):
-                return u, wu
+            if bool((distance <= allowed)[allowed.isfinite()].all()) and _are_norms(norms, wu):
+                return u, wu, norms
         wu = _directed(module.weight, u)
-        self._weights[operation.tap], self._is_new = wu.cpu(), True
-        return u, wu
+        norms = column_norms2(module.weight, num_in).sqrt().to(device, self.truth_dtype)
+        self._weights[operation.tap], self._is_new = torch.cat([wu, norms[None]]).cpu(), True
+        return u, wu, norms
 
     def save(self) -> None:
         """Keep what was computed for the next check; a cache that cannot be written is none."""
@@ -197,7 +213,7 @@ class Projections:
             "weights": self.hf.checkpoint.weights_hash,
             "dtype": str(self.hf.dtype),
             "truth": str(self.truth_dtype),
-            "directions": NUM_DIRECTIONS,
+            "directions": NUM_DIRECTIONS + 1,
             "lora": self.hf.lora_hash,
         }
         return cache_dir() / "projections" / f"{key_name(key)}.safetensors"
@@ -208,6 +224,28 @@ def projections_of(recording: Recording, hf: HFModel, truth_dtype: torch.dtype) 
     dtype = engine_dtype(recording)
     taps = frozenset(tap.name for tap in recording.taps if tap.dtype == DTYPES[recording.manifest.dtype])
     return Projections(hf=hf, dtype=dtype, truth_dtype=truth_dtype, taps=taps)
+
+
+def is_above(roundings: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """[R] bool: rows that are to be multiplied out, by their estimates; also those that are not finite: bounds are."""
+    return ~(roundings <= FAR * bound)
+
+
+def column_norms2(weight: torch.Tensor, num_in: int) -> torch.Tensor:
+    """Return the squared norm of the weights that each input is multiplied with: [in] float64."""
+    if weight.shape[1] != num_in:  # HF's Conv1D keeps its weight as [in, out]
+        weight = weight.T
+    norms = torch.zeros(num_in, dtype=torch.float64, device=weight.device)
+    for rows in weight.split(max(1, _BLOCK_ELEMENTS // num_in)):
+        finer = rows if rows.dtype == torch.float64 else rows.to(torch.float32)
+        norms += finer.square().sum(dim=0)
+    return norms
+
+
+def _are_norms(norms: torch.Tensor, wu: torch.Tensor) -> bool:
+    """Whether norms [in] of the columns of a weight fit its projections [k, in], which estimate them to 9 %."""
+    estimate = torch.linalg.vector_norm(wu, dim=0) / math.sqrt(NUM_DIRECTIONS)
+    return bool(((norms - estimate).abs() <= _NEAR * norms).all())
 
 
 def _directed(weight: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
-from harness.judge.compare.projected import FAR, Projections
+from harness.judge.compare.projected import Projections, is_above
 from harness.oracle.paired import PartCall, Sample, Value
 
 
@@ -69,7 +69,7 @@ class TapRows:
         )
 
     def with_rows(
-        self, places: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, control: torch.Tensor
+        self, places: torch.Tensor, actual: torch.Tensor, expected: torch.Tensor, control: torch.Tensor | None
     ) -> "TapRows":
         """Return these rows and others behind them, [R, W]."""
         return replace(
@@ -77,7 +77,7 @@ class TapRows:
             places=torch.cat([self.places, places]),
             actual=torch.cat([self.actual, actual.to(self.actual.device)]),
             expected=torch.cat([self.expected, expected]),
-            control=None if self.control is None else torch.cat([self.control, control]),
+            control=None if self.control is None or control is None else torch.cat([self.control, control]),
         )
 
     def inputs(self, places: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -126,9 +126,29 @@ class DecidedError(Exception):
 class Replay:
     """Puts an engine's rows back into both forwards of one batch, and passes them to the judge."""
 
-    def __init__(self, judge: Judge, batch: PaddedBatch, projections: Projections | None = None) -> None:
-        """Prepare to replay a batch; with projections, its positions are those at which products are multiplied out."""
-        self._judge, self._batch, self._projections = judge, batch, projections
+    def __init__(
+        self,
+        judge: Judge,
+        batch: PaddedBatch,
+        projections: Projections | None = None,
+        exact: torch.Tensor | None = None,
+        *,
+        needs_history: bool = True,
+    ) -> None:
+        """Prepare to replay a batch.
+
+        Args:
+            judge: is given the rows.
+            batch: of recorded rows.
+            projections: of products, which are then multiplied out at some places alone.
+            exact: these places, [n] int64.
+            needs_history: whether all recorded rows are put back; else those to be judged, and what attention reads.
+        """
+        self._judge, self._batch, self._projections, self._exact = judge, batch, projections, exact
+        self._read_later = (
+            None if needs_history else {tap for op in judge.graph if op.kind is Kind.ATTENTION for tap in op.inputs[1:]}
+        )
+        """Taps that are read at earlier rows; None if all are put back."""
         self._control: dict[str, torch.Tensor] = {}
         self._control_scores: dict[str, torch.Tensor] = {}
         self._recorded_rows: dict[str, RecordedRows] = {}
@@ -140,8 +160,10 @@ class Replay:
         self._part: PartCall | None = None
         computed = (op for op in judge.graph if not op.is_kept)
         self._num_readers = Counter(tap for op in computed for tap in op.inputs)
-        self._sampled = frozenset(() if batch.positions is None else self._recorded_everywhere())
-        """Taps that are computed only at the chosen positions."""
+        self._positions = batch.positions if exact is None else batch.judged_positions
+        """Where attention is computed; None for everywhere."""
+        self._sampled = frozenset(self._computed_in_part())
+        """Taps that are computed only at the chosen positions and places."""
 
     @property
     def is_sampled(self) -> bool:
@@ -151,32 +173,37 @@ class Replay:
     @property
     def sample(self) -> Sample | None:
         """Where both forwards compute products and attention; None for everywhere."""
-        if self._batch.positions is None or not self._sampled:
+        if not self._sampled:
             return None
-        return Sample(positions=self._batch.positions, taps=self._sampled)
+        positions = torch.arange(self._batch.num_tokens) if self._positions is None else self._positions
+        return Sample(positions=positions, taps=self._sampled, product_places=self._exact)
 
-    def _recorded_everywhere(self) -> Iterator[str]:
-        """Yield the products and contexts that were recorded in every row of the batch."""
+    def _computed_in_part(self) -> Iterator[str]:
+        """Yield the products and contexts that are computed in part: they were recorded in every row of the batch."""
         for op in self._judge.graph:
             is_inside = op.kind in (Kind.LINEAR, Kind.ATTENTION) and op.tap not in self._judge.graph.head
             if not is_inside or op.tap not in self._judge.usable:
                 continue
-            is_wanted = self._projections is None or self._is_projected(op, self._projections)
+            if op.kind is Kind.LINEAR and self._projections is not None:
+                is_wanted = self._is_projected(op, self._projections)
+            else:
+                is_wanted = self._positions is not None
             if is_wanted and self._batch.is_whole(op.tap):
                 yield op.tap
 
     def _is_projected(self, operation: Operation, projections: Projections) -> bool:
         """Whether a product is judged by its projections: one whose inputs were recorded, and which is wide enough."""
-        positions, num_lines = self._batch.positions, len(self._batch.sequences)
-        if positions is None or operation.tap in self._judge.unrecorded_before:
+        if self._exact is None or operation.tap in self._judge.unrecorded_before:
             return False
-        return projections.fit(operation, self._batch.num_places, len(positions) * num_lines)
+        num_judged = int(self._batch.is_own.sum())
+        return projections.fit(operation, self._batch.num_places, len(self._exact), num_judged)
 
     @property
     def logit_positions(self) -> list[int]:
-        """Positions at which the LM head was recorded; position 0 if it was nowhere."""
+        """Positions at which the LM head was recorded in a row to be judged; position 0 if it was nowhere."""
         recorded = [self._recorded(tap) for tap in self._judge.graph.head]
         places = torch.cat([torch.zeros(0, dtype=torch.int64), *(item.places for item in recorded if item is not None)])
+        places = places[self._batch.is_own[places]]
         positions: list[int] = (places % self._batch.num_tokens).unique().tolist()
         return positions or [0]
 
@@ -202,7 +229,7 @@ class Replay:
         if recorded is not None and located is not None:
             here, at = located
             is_recorded[(recorded if tap in self._sampled else here).places] = True
-            if self._projections is not None and tap in self._sampled:
+            if self._projections is not None and tap in self._sampled and value.module_input is not None:
                 self._judge_product(value, recorded, self._tap_rows(value, here, at), self._projections)
             elif (judged := self._tap_rows(value, here, at)) is not None:
                 self._judge.add(judged)
@@ -232,27 +259,29 @@ class Replay:
         """Judge all rows of a product: the sample's by its results, others by projections, or multiplied out."""
         if exact is None:  # no row of the sample is to be judged
             assert value.module_input is not None
-            product, _ = projections.multiplied(value.operation, value.module_input)
+            product = projections.multiplied(value.operation, value.module_input)
             judged = self._tap_rows(replace(value, rows=product, places=None), recorded, recorded.places)
             if judged is not None:
                 self._judge.add(judged)
             return
-        x, rows, places, operation = value.module_input, recorded.rows, recorded.places, value.operation
+        x, operation = value.module_input, value.operation
         assert x is not None
-        multiplied, is_judged = (x[exact.places.to(x.device)], exact.expected), self._is_judged(operation, places)
-        if not bool(is_judged.all()):
-            rows, places = rows[is_judged.to(rows.device)], places[is_judged]
-        if not torch.equal(places, torch.arange(len(x))):
-            x = x[places.to(x.device)]
+        multiplied = x[exact.places.to(x.device)], exact.expected
+        is_rest = self._is_judged(operation, recorded.places) & ~torch.isin(recorded.places, exact.places)
+        rows, places = recorded.rows[is_rest.to(recorded.rows.device)], recorded.places[is_rest]
+        if not len(places):
+            self._judge.add(exact)
+            return
+        x = x[places.to(x.device)]
         roundings, bound = projections.estimates(operation, x, rows.to(x.device), multiplied)
-        is_rest = ~torch.isin(places, exact.places)
-        is_far = ~(roundings <= FAR * bound)
-        if bool((far := is_rest & is_far).any()):
-            expected, control = projections.multiplied(operation, x[far.to(x.device)])
-            exact = exact.with_rows(places[far], rows[far], expected, control)
+        is_far = is_above(roundings, bound)
+        if bool(is_far.any()):
+            x_far = x[is_far.to(x.device)]
+            expected = projections.multiplied(operation, x_far)
+            control = None if exact.control is None else projections.control(operation, x_far)
+            exact = exact.with_rows(places[is_far], rows[is_far.to(rows.device)], expected, control)
         self._judge.add(exact)
-        near = is_rest & ~is_far
-        self._judge.add_estimated(operation, self._batch.rows(places[near]), roundings[near], bound[near])
+        self._judge.add_estimated(operation, self._batch.rows(places[~is_far]), roundings[~is_far], bound[~is_far])
 
     def _tap_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> TapRows | None:
         """Return the rows that the engine computed, with recorded inputs or through unrecorded taps."""
@@ -304,7 +333,8 @@ class Replay:
 
     def _recorded(self, tap: str) -> RecordedRows | None:
         """Return the recorded rows of a tap that HF computes from the same tokens."""
-        recorded = self._batch.recorded(tap) if tap in self._judge.usable else None
+        is_judged = self._read_later is not None and tap not in self._read_later
+        recorded = self._batch.recorded(tap, is_judged=is_judged) if tap in self._judge.usable else None
         ahead = self._judge.graph[tap].tokens_ahead if recorded is not None and tap in self._judge.graph else 0
         if recorded is None or not ahead:
             return recorded

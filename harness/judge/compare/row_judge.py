@@ -18,6 +18,7 @@ from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sens
 from harness.judge.compare.conventions import Rounding, SuspectRows, conventions
 from harness.judge.compare.conventions.entry import HALF
 from harness.judge.compare.evidence import guarded
+from harness.judge.compare.projected import column_norms2
 from harness.judge.compare.replay import TapRows
 from harness.judge.compare.sequences import NOWHERE
 from harness.oracle.attention import attention_sensitivity, of_queries
@@ -72,8 +73,6 @@ def _noise(s: torch.Tensor, control: torch.Tensor) -> torch.Tensor:
     return error.clamp(min=rounding_unit(control.dtype) * s.abs().where(is_seen, 0).amax(dim=1))
 
 
-_BLOCK_ELEMENTS = 1 << 18
-"""Number of weight elements that are squared at a time; they fit into the L2 cache."""
 _OPEN_OF_ATTENTION = 0.5
 """Share of the bound without sensitivities above which the sensitivities of attention are measured. The verdict needs
 them only above 1. In float32 they are most of the bound, so a report would otherwise show shares that are too large."""
@@ -272,7 +271,7 @@ class RowJudge:
             return Sensitivity()
         norms = self._column_norms.get(rows.operation.tap)
         if norms is None:
-            norms = self._column_norms[rows.operation.tap] = _column_norms2(weight, x.shape[1])
+            norms = self._column_norms[rows.operation.tap] = column_norms2(weight, x.shape[1])
         scale = (x.square() @ norms.to(x.device, x.dtype)).sqrt()
         norm = torch.linalg.vector_norm(rows.expected, dim=1)
         return Sensitivity(amplification=(scale / norm).to("cpu", torch.float64))
@@ -371,14 +370,3 @@ def judged_queries(rows: TapRows) -> tuple[AttentionCall, torch.Tensor]:
     if len(positions) == num_queries:
         return call, rows.places
     return of_queries(call, positions), line * len(positions) + torch.searchsorted(positions, position)
-
-
-def _column_norms2(weight: torch.Tensor, num_in: int) -> torch.Tensor:
-    """Return the squared norm of the weights that each input is multiplied with: [in] float64."""
-    if weight.shape[1] != num_in:  # HF's Conv1D keeps its weight as [in, out]
-        weight = weight.T
-    norms = torch.zeros(num_in, dtype=torch.float64, device=weight.device)
-    for rows in weight.split(max(1, _BLOCK_ELEMENTS // num_in)):
-        finer = rows if rows.dtype == torch.float64 else rows.to(torch.float32)
-        norms += finer.square().sum(dim=0)
-    return norms

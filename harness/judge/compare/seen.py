@@ -13,11 +13,15 @@ import torch
 
 from harness.formats.recording import Recording, Step
 from harness.judge.compare.align import Rows
+from harness.judge.compare.batch import spread
 from harness.judge.compare.propagated import KnownDistances
 from harness.judge.compare.row_judge import LocalErrors
 from harness.judge.compare.sequences import NOWHERE, RowSequence, sequences
+from harness.judge.compare.systematic import MIN_ROWS
 from harness.oracle.model import HFModel
 
+_SEQUENCES_OF_POWER = 2
+"""Longest sequences: the power of a pass on attention is that of their rows."""
 _ROTATIONS_BY_LENGTH = ("'dynamic'", "'longrope'")
 
 
@@ -37,6 +41,11 @@ class NumberedRows:
     seen: "SeenRows"
 
     @property
+    def are_few(self) -> bool:
+        """Whether too few rows are to be judged for an effect below one rounding, since others were before."""
+        return self.num_seen > 0 and not self.seen.num_judged_again and int((~self.is_seen).sum()) < MIN_ROWS
+
+    @property
     def num_seen(self) -> int:
         """Number of rows that were judged in an earlier schedule."""
         return int(self.is_seen.sum())
@@ -47,7 +56,7 @@ class SeenRows:
     """Errors of the rows that were judged in the schedules so far."""
 
     num_judged_again: int = 0
-    """Of the longest sequences all rows are judged again: the power of a pass is that of the last schedule's rows."""
+    """Rows of the two longest sequences that are judged again: the power of a pass is that of the last schedule."""
     _contents: dict[bytes, int] = field(default_factory=dict)
     """By digest of what was recorded of a row."""
     _numbers: dict[tuple[int, int, int], int] = field(default_factory=dict)
@@ -73,12 +82,14 @@ class SeenRows:
         if not (of_requests := sequences(recording)):
             return None
         contents = self._contents_of(recording, taps)
-        by_length = sorted(range(len(of_requests)), key=lambda at: -len(of_requests[at]))
-        again = set(by_length[: self.num_judged_again])
+        longest = sorted(of_requests, key=len, reverse=True)[:_SEQUENCES_OF_POWER]
+        their_rows = [(id(item), row) for item in longest for row in reversed(range(len(item)))]
+        again = [their_rows[at] for at in spread(range(len(their_rows)), self.num_judged_again)]
         rows, numbers, is_seen, unseen = list[Rows](), list[torch.Tensor](), list[torch.Tensor](), list[RowSequence]()
-        for index, item in enumerate(of_requests):
+        for item in of_requests:
             of_all = torch.tensor(list(self._chain(item, contents)))
-            seen = torch.tensor([number in self._sound and index not in again for number in of_all.tolist()])
+            seen = torch.tensor([number in self._sound for number in of_all.tolist()])
+            seen[[position for sequence, position in again if sequence == id(item)]] = False
             at = item.is_own.nonzero()[:, 0]
             rows.append(Rows(request=torch.full_like(at, item.request.id), position=at, step=item.step[at]))
             numbers.append(of_all[at])

@@ -54,8 +54,8 @@ _POWER_SHARE = 0.1
 
 _LEAST_FOR_SEEN = 4
 """Schedules from which on rows are looked up among those of earlier schedules: fewer share too few."""
-_SEQUENCES_OF_POWER = 2
-"""Longest sequences of which all rows are judged under the last schedule: the power of a pass is that of their rows."""
+_ROWS_OF_POWER = 48
+"""Rows that are judged again under the last schedule: the power of a pass is that of its rows."""
 
 
 def run_check(
@@ -170,7 +170,7 @@ def _run_schedules(
         report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
         is_last = index + 1 == len(plan.schedules)
         if seen is not None and is_last:
-            seen.num_judged_again = _SEQUENCES_OF_POWER
+            seen.num_judged_again = _ROWS_OF_POWER
         yield _run_schedule(plan, engine, schedule, golden, hf, out, report, begin, edit_budget, seen, serves=is_last)
 
 

@@ -13,7 +13,16 @@ from harness.formats.recording import Recording, RequestInfo
 from harness.judge.compare import local, projected
 from harness.judge.compare.batch import PaddedBatch
 from harness.judge.compare.local import local_errors
-from harness.judge.compare.projected import EXACT_ROWS, FAR, LEAST_WIDTH, NUM_DIRECTIONS, ExactRows, _projected
+from harness.judge.compare.projected import (
+    EXACT_ROWS,
+    FAR,
+    LEAST_WIDTH,
+    NUM_DIRECTIONS,
+    VERIFYING_ROWS,
+    _projected,
+    exact_places,
+)
+from harness.judge.compare.seen import SeenRows
 from harness.judge.compare.sequences import RowSequence, sequences
 from harness.judge.compare.systematic import MIN_ROWS, THRESHOLD
 from harness.oracle.model import load_model
@@ -144,7 +153,7 @@ def test_wrong_rows_are_multiplied_out(run, judged_twice, dtype):
 
 def test_rows_are_judged_though_none_of_the_sample_is(run, tmp_path, monkeypatch):
     hf, copy = run(torch.float32)
-    monkeypatch.setattr(ExactRows, "positions", lambda self, group, index: torch.arange(2))
+    monkeypatch.setattr(local, "exact_places", lambda batch, index, least: torch.arange(2))
     monkeypatch.setattr(local, "sequences", lambda recording: [_without_first_two(*sequences(recording))])
     copy.at(GATE, 0, 99).mul_(1.1)
     errors = judged(hf, copy, tmp_path / "a").errors[GATE]
@@ -154,6 +163,75 @@ def test_rows_are_judged_though_none_of_the_sample_is(run, tmp_path, monkeypatch
 
 def _without_first_two(sequence):
     return replace(sequence, is_own=torch.arange(NUM_TOKENS) >= 2)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-37, 1e-3, 1e30, torch.inf])
+def test_no_size_of_a_row_hides_its_error(run, judged_twice, factor):
+    """The bound of a row with its amplification is relative to the row, so it is large for a small one."""
+    hf, copy = run(torch.float32)
+    copy.at(GATE, 0, 99).mul_(factor)
+    for judgement in judged_twice(hf, copy):
+        errors = judgement.errors[GATE]
+        assert errors.rows.position[errors.bad].tolist() == [99]
+
+
+def test_rows_whose_rounding_is_amplified_are_not_multiplied_out(run, tmp_path, monkeypatch):
+    """Terms that cancel: above the least bound by the estimate, and judged by their own bound as exact ones are."""
+    hf, copy = run(torch.float32)
+    weight = hf.module(GATE).weight
+    for step in copy.computing():
+        x = step.taps[NORM].double()
+        size = (x.square() @ weight.double().square().sum(dim=0)).sqrt()[:, None] / weight.shape[0] ** 0.5
+        noise = torch.randn(len(x), weight.shape[0], generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        step.taps[GATE] = (x @ weight.double().T + 24 * rounding_unit(torch.float32) * size * noise).float()
+    num_multiplied = []
+    multiplied = projected.Projections.multiplied
+
+    def noted(self, operation, x):
+        num_multiplied.append((operation.tap, len(x)))
+        return multiplied(self, operation, x)
+
+    monkeypatch.setattr(projected.Projections, "multiplied", noted)
+    errors = judged(hf, copy, tmp_path / "a").errors[GATE]
+    assert errors.num_bad == 0
+    least = errors.bound.min()
+    assert float((errors.roundings > FAR * least).double().mean()) > 0.9
+    assert dict(num_multiplied).get(GATE, 0) < 10
+
+
+def rows_in(recording, hf, known):
+    recording.with_names(hf.graph.aliases)
+    taps = {op.tap for op in hf.graph} & {tap.name for tap in recording.taps}
+    numbered = known.number(recording, hf, taps)
+    return numbered, local_errors(recording, hf, taps, numbered=numbered)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wrong_row_is_found_among_few_that_no_schedule_had(run, tmp_path, monkeypatch, dtype):
+    hf, sound = run(dtype)
+    num_exact = []
+
+    def noted(batch, index, least):
+        num_exact.append(least)
+        return exact_places(batch, index, least)
+
+    monkeypatch.setattr(local, "exact_places", noted)
+    known, (_, copy), (_, wrong) = SeenRows(), run(dtype), run(dtype)
+    _, first = rows_in(sound.write(tmp_path / "a"), hf, known)
+    copy.at(NORM, 0, 230).view(torch.int16)[0] ^= 1
+    numbered, judgement = rows_in(copy.write(tmp_path / "b"), hf, known)
+    assert (int((~numbered.is_seen).sum()), judgement.num_seen) == (20, 230)
+    assert num_exact == [EXACT_ROWS, VERIFYING_ROWS]
+    assert not any(errors.num_bad for errors in (*first.errors.values(), *judgement.errors.values()))
+    size = {torch.float32: 1e-4, torch.bfloat16: 0.3}[dtype]
+    wrong.at(GATE, 0, 240)[5] += size * wrong.at(GATE, 0, 240).norm()
+    _, judgement = rows_in(wrong.write(tmp_path / "c"), hf, known)
+    assert judgement.errors[GATE].rows.position[judgement.errors[GATE].bad].tolist() == [240]
+    known.num_judged_again = EXACT_ROWS
+    numbered, judgement = rows_in(sound.write(tmp_path / "d"), hf, known)
+    assert num_exact == [EXACT_ROWS, VERIFYING_ROWS, VERIFYING_ROWS, EXACT_ROWS, EXACT_ROWS]
+    assert int((~numbered.is_seen).sum()) == EXACT_ROWS
+    assert judgement.sound
 
 
 def test_a_gain_of_a_fifth_of_a_rounding_is_seen(run, judged_twice):
@@ -168,14 +246,17 @@ def test_a_gain_of_a_fifth_of_a_rounding_is_seen(run, judged_twice):
         assert errors.effect.low < gain < errors.effect.high
 
 
-def test_projected_weights_of_another_checkpoint_are_computed_again(run, tmp_path):
+@pytest.mark.parametrize(
+    "spoilt", [torch.randn_like, lambda kept: torch.cat([kept[:-1], 9 * kept[-1:]])], ids=["another's", "norms"]
+)
+def test_projected_weights_of_another_checkpoint_are_computed_again(run, tmp_path, spoilt):
     hf, copy = run(torch.float32)
     first = in_order(judged(hf, copy, tmp_path / "a").errors[GATE])[0]
     with copy.write(tmp_path / "b") as recording:
         projections = projected.projections_of(recording, hf, torch.float64)
     kept = dict(projections._weights)
     assert kept.keys() >= set(LINEAR)
-    projections._weights[GATE] = torch.randn_like(kept[GATE])
+    projections._weights[GATE] = spoilt(kept[GATE])
     projections._is_new = True
     projections.save()
     assert torch.equal(in_order(judged(hf, copy, tmp_path / "c").errors[GATE])[0], first)
@@ -189,12 +270,19 @@ def test_the_sample_has_different_tokens(run, tmp_path):
     _, copy = run(torch.float32)
     with copy.write(tmp_path / "a") as recording:
         (sequence,) = sequences(recording)
-        assert len(ExactRows().positions([sequence], 0)) >= EXACT_ROWS
+        batch = PaddedBatch(recording, [sequence])
+        assert len(exact_places(batch, 0)) >= EXACT_ROWS
         few = [7] * 200 + list(range(50))
         request = RequestInfo(id=0, token_ids=few, prompt_length=NUM_TOKENS)
         repeated = RowSequence(request=request, step=sequence.step, row=sequence.row, is_own=sequence.is_own)
-        positions = ExactRows().positions([repeated], 0)
-        assert len({few[at] for at in positions.tolist()}) >= EXACT_ROWS
-        assert positions.tolist() == sorted(set(positions.tolist()))
-        assert ExactRows().positions([repeated] * 300, 0) is not None
-        assert PaddedBatch(recording, [sequence]).positions is None
+        places = exact_places(PaddedBatch(recording, [repeated]), 0)
+        assert len({few[at] for at in places.tolist()}) >= EXACT_ROWS
+        assert places.tolist() == sorted(set(places.tolist()))
+        is_seen = torch.arange(NUM_TOKENS) < NUM_TOKENS - 10
+        both = PaddedBatch(recording, [repeated, replace(repeated, is_seen=is_seen)])
+        places = exact_places(both, 0)
+        assert not bool((places[places >= NUM_TOKENS] < 2 * NUM_TOKENS - 10).any())
+        assert exact_places(PaddedBatch(recording, [replace(repeated, is_seen=is_seen)]), 0).tolist() == [
+            *range(240, 250)
+        ]
+        assert batch.positions is None
