@@ -26,6 +26,7 @@ RUNS = {
     "trace_speed": ["--megabytes", "2", "--repeats", "1", "--out", "OUT"],
     "module_walk": [],
     "check_growth": ["--axes", "tokens", "--most", "1"],
+    "eight_schedules": ["--small", "--layers", "1", "--times", "1"],
 }
 """Scripts of tests/benchmarks that pages name, with options under which they take seconds."""
 

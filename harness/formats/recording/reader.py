@@ -301,6 +301,10 @@ class Step:
         """Whether the tap covers all of the step's rows."""
         return PARTIAL + self._stored(name) not in self._layout
 
+    def num_bytes_of(self, name: str) -> int:
+        """Return how many bytes the tap has in this step."""
+        return self._layout[self._stored(name)].num_bytes
+
     def num_rows_of(self, name: str) -> int:
         """Return how many of the step's rows the tap covers."""
         covered = self.rows_of(name)

@@ -5,11 +5,11 @@ sequence, so whatever attention reads. Only rows of schedules in which no operat
 row is judged again in every schedule. A distance to the golden depends on the row alone, and is measured once, too.
 """
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from blake3 import blake3
 
 from harness.formats.recording import Recording, Step
 from harness.judge.compare.align import Rows
@@ -22,6 +22,8 @@ from harness.oracle.model import HFModel
 
 _SEQUENCES_OF_POWER = 2
 """Longest sequences: the power of a pass on attention is that of their rows."""
+_GROUP_BYTES = 4 << 20
+"""Of taps whose rows are put side by side to be digested: long messages are digested three times as fast."""
 _ROTATIONS_BY_LENGTH = ("'dynamic'", "'longrope'")
 
 
@@ -108,7 +110,7 @@ class SeenRows:
     def _contents_of(self, recording: Recording, taps: Collection[str]) -> dict[int, list[int]]:
         """Return the number of each row's content, by step."""
         manifest = recording.manifest
-        before = hashlib.sha256(f"{manifest.dtype} {manifest.device} {manifest.numerics}".encode()).digest()
+        before = blake3(f"{manifest.dtype} {manifest.device} {manifest.numerics}".encode()).digest()
         contents = dict[int, list[int]]()
         for steps in _side_by_side(recording.steps):
             digests = [digest.digest() for digest in _digests(steps, sorted(taps), before)]
@@ -166,17 +168,31 @@ def _side_by_side(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
     yield from kept.values()
 
 
-def _digests(steps: Sequence[Step], taps: Sequence[str], before: bytes) -> list["hashlib._Hash"]:
+def _digests(steps: Sequence[Step], taps: Sequence[str], before: bytes) -> list[blake3]:
     """Return the digest of what was recorded of each row of some steps that are alike, one step after the other."""
-    first, num_rows = steps[0], steps[0].entry.num_rows
-    digests = [hashlib.sha256(before) for _ in range(num_rows * len(steps))]
-    for tap in filter(first.has, taps):
-        tensor, _ = first.beside(tap)
-        values, name = tensor.contiguous().view(torch.uint8).flatten(1).numpy(), tap.encode()
-        for at, row in zip(_covered(steps, tap), values, strict=True):
-            digests[at].update(name)
+    first, num_rows = steps[0], steps[0].entry.num_rows * len(steps)
+    digests, names = [blake3(before) for _ in range(num_rows)], [list[str]() for _ in range(num_rows)]
+    for group in _groups(first, list(filter(first.has, taps))):
+        parts = [first.beside(tap)[0].contiguous().view(torch.uint8).flatten(1) for tap in group]
+        for at, row in zip(_covered(steps, group[0]), torch.cat(parts, dim=1).numpy(), strict=True):
             digests[at].update(row)
+            names[at] += group
+    for digest, of_row in zip(digests, names, strict=True):
+        digest.update("\n".join(of_row).encode())
     return digests
+
+
+def _groups(step: Step, taps: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Group taps that cover all rows of a step, up to some bytes; each other stands alone."""
+    group, num_bytes = list[str](), 0
+    for tap in taps:
+        if group and (num_bytes >= _GROUP_BYTES or not step.is_whole(tap) or not step.is_whole(group[-1])):
+            yield group
+            group, num_bytes = [], 0
+        group.append(tap)
+        num_bytes += step.num_bytes_of(tap)
+    if group:
+        yield group
 
 
 def _covered(steps: Sequence[Step], tap: str) -> Iterator[int]:
