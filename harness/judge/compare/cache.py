@@ -96,7 +96,8 @@ class _Writes:
         if declared is not None and declared.dtype is None:
             return declared.unturned(declared.stored(written).values).to(read.dtype)
         dtype = engine_dtype(self.locator.recording) if declared is None else declared.dtype or read.dtype
-        if declared is None and bool(_differs(read, read.to(dtype).to(read.dtype)).any()):
+        is_wider = declared is None and read.dtype != dtype
+        if is_wider and bool(_differs(read, read.to(dtype).to(read.dtype)).any()):
             return written
         return written.to(dtype) if written.dtype.itemsize > dtype.itemsize else written
 

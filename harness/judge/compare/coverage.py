@@ -126,12 +126,14 @@ def check_coverage(
     findings = list[Finding]()
     expected = recorded = 0
     recorded_taps, missing_taps = set(locator.taps()), []
-    prefixes = Prefixes(locator.recording.manifest.requests)
+    prefixes, shared = Prefixes(locator.recording.manifest.requests), dict[tuple[str, ...], torch.Tensor]()
     resumed = resumed_rows(locator.recording, prefixes)
     for tap in taps:
         wanted = wanted_rows(tap, locator, graph, requirements.sampled_only) & ~locator.ambiguous
-        there = locator.recorded(tap)
-        there = (there | shared_rows(there, prefixes) | resumed) & wanted
+        there, signature = locator.recorded(tap), locator.signature(tap)
+        if signature not in shared:
+            shared[signature] = there | shared_rows(there, prefixes) | resumed
+        there = shared[signature] & wanted
         expected, recorded = expected + int(wanted.sum()), recorded + int(there.sum())
         if tap not in recorded_taps:
             missing_taps += [tap] if bool(wanted.any()) else []  # of rows that are all ambiguous, none is missing

@@ -410,7 +410,7 @@ def _replayed(
         engine_dtype(recording),
     )
     projections = None if sample is not None else projections_of(recording, hf, precision)
-    is_last = numbered is None or bool(numbered.seen.num_judged_again)
+    is_last = numbered is None or bool(numbered.seen.num_for_power)
     needs_history = is_last or numbered is None or not numbered.num_seen
     least = VERIFYING_ROWS if numbered is not None and numbered.are_few else EXACT_ROWS
     with Workers[_Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter

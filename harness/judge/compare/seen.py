@@ -20,8 +20,8 @@ from harness.judge.compare.sequences import NOWHERE, RowSequence, sequences
 from harness.judge.compare.systematic import MIN_ROWS
 from harness.oracle.model import HFModel
 
-_SEQUENCES_OF_POWER = 2
-"""Longest sequences: the power of a pass on attention is that of their rows."""
+_SEQUENCES_OF_POWER, _LEAST_AGAIN = 2, 8
+"""Longest sequences and their rows: the power of a pass on attention is that of so many."""
 _GROUP_BYTES = 4 << 20
 """Of taps whose rows are put side by side to be digested: long messages are digested three times as fast."""
 _ROTATIONS_BY_LENGTH = ("'dynamic'", "'longrope'")
@@ -45,7 +45,7 @@ class NumberedRows:
     @property
     def are_few(self) -> bool:
         """Whether too few rows are to be judged for an effect below one rounding, since others were before."""
-        return self.num_seen > 0 and not self.seen.num_judged_again and int((~self.is_seen).sum()) < MIN_ROWS
+        return self.num_seen > 0 and not self.seen.num_for_power and int((~self.is_seen).sum()) < MIN_ROWS
 
     @property
     def num_seen(self) -> int:
@@ -57,8 +57,8 @@ class NumberedRows:
 class SeenRows:
     """Errors of the rows that were judged in the schedules so far."""
 
-    num_judged_again: int = 0
-    """Rows of the two longest sequences that are judged again: the power of a pass is that of the last schedule."""
+    num_for_power: int = 0
+    """Rows that are judged under the last schedule, some of them again: the power of a pass is that of its rows."""
     _contents: dict[bytes, int] = field(default_factory=dict)
     """By digest of what was recorded of a row."""
     _numbers: dict[tuple[int, int, int], int] = field(default_factory=dict)
@@ -84,17 +84,15 @@ class SeenRows:
         if not (of_requests := sequences(recording)):
             return None
         contents = self._contents_of(recording, taps)
-        longest = sorted(of_requests, key=len, reverse=True)[:_SEQUENCES_OF_POWER]
-        their_rows = [(id(item), row) for item in longest for row in reversed(range(len(item)))]
-        again = [their_rows[at] for at in spread(range(len(their_rows)), self.num_judged_again)]
+        of_all = [torch.tensor(list(self._chain(item, contents))) for item in of_requests]
+        all_seen = [torch.tensor([number in self._sound for number in of_one.tolist()]) for of_one in of_all]
+        for index, row in self._judged_again(of_requests, all_seen):
+            all_seen[index][row] = False
         rows, numbers, is_seen, unseen = list[Rows](), list[torch.Tensor](), list[torch.Tensor](), list[RowSequence]()
-        for item in of_requests:
-            of_all = torch.tensor(list(self._chain(item, contents)))
-            seen = torch.tensor([number in self._sound for number in of_all.tolist()])
-            seen[[position for sequence, position in again if sequence == id(item)]] = False
+        for item, of_one, seen in zip(of_requests, of_all, all_seen, strict=True):
             at = item.is_own.nonzero()[:, 0]
             rows.append(Rows(request=torch.full_like(at, item.request.id), position=at, step=item.step[at]))
-            numbers.append(of_all[at])
+            numbers.append(of_one[at])
             is_seen.append(seen[at])
             if not bool(is_seen[-1].all()):
                 unseen.append(replace(item, is_seen=seen))
@@ -106,6 +104,17 @@ class SeenRows:
             contents={step: torch.tensor(of_step) for step, of_step in contents.items()},
             seen=self,
         )
+
+    def _judged_again(self, of_requests: Sequence[RowSequence], seen: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """Return rows of the longest sequences that are judged again, by sequence and position, the last first."""
+        if not self.num_for_power:
+            return []
+        rows = [item.is_own & is_seen for item, is_seen in zip(of_requests, seen, strict=True)]
+        num_unseen = sum(int(item.is_own.sum()) for item in of_requests) - sum(int(of_one.sum()) for of_one in rows)
+        longest = sorted(range(len(rows)), key=lambda at: -len(rows[at]))[:_SEQUENCES_OF_POWER]
+        usable = [(at, row) for at in longest for row in rows[at].nonzero()[:, 0].flip(0).tolist()]
+        num_again = max(_LEAST_AGAIN, self.num_for_power - num_unseen)
+        return [usable[at] for at in spread(range(len(usable)), num_again)]
 
     def _contents_of(self, recording: Recording, taps: Collection[str]) -> dict[int, list[int]]:
         """Return the number of each row's content, by step."""

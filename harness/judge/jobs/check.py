@@ -55,7 +55,7 @@ _POWER_SHARE = 0.1
 _LEAST_FOR_SEEN = 4
 """Schedules from which on rows are looked up among those of earlier schedules: fewer share too few."""
 _ROWS_OF_POWER = 48
-"""Rows that are judged again under the last schedule: the power of a pass is that of its rows."""
+"""Rows that are judged under the last schedule, though all were seen: the power of a pass is that of its rows."""
 
 
 def run_check(
@@ -170,7 +170,7 @@ def _run_schedules(
         report(f"{plan.case.engine}, {schedule}", index, len(plan.schedules))
         is_last = index + 1 == len(plan.schedules)
         if seen is not None and is_last:
-            seen.num_judged_again = _ROWS_OF_POWER
+            seen.num_for_power = _ROWS_OF_POWER
         yield _run_schedule(plan, engine, schedule, golden, hf, out, report, begin, edit_budget, seen, serves=is_last)
 
 

@@ -227,7 +227,7 @@ def test_a_wrong_row_is_found_among_few_that_no_schedule_had(run, tmp_path, monk
     wrong.at(GATE, 0, 240)[5] += size * wrong.at(GATE, 0, 240).norm()
     _, judgement = rows_in(wrong.write(tmp_path / "c"), hf, known)
     assert judgement.errors[GATE].rows.position[judgement.errors[GATE].bad].tolist() == [240]
-    known.num_judged_again = EXACT_ROWS
+    known.num_for_power = EXACT_ROWS
     numbered, judgement = rows_in(sound.write(tmp_path / "d"), hf, known)
     assert num_exact == [EXACT_ROWS, VERIFYING_ROWS, VERIFYING_ROWS, EXACT_ROWS, EXACT_ROWS]
     assert int((~numbered.is_seen).sum()) == EXACT_ROWS

@@ -11,7 +11,7 @@ from torch import nn
 from harness.base.metrics import largest_rounding, rounding_unit
 from harness.base.numerics import Numerics
 from harness.formats.taps import KINDS, ErrorModel, Graph, Kind, Operation
-from harness.judge.compare import row_judge
+from harness.judge.compare import projected, row_judge
 from harness.judge.compare.batch import RecordedRows
 from harness.judge.compare.bounds import CONTROL_FACTOR, UNRECORDED_FACTOR, Sensitivity, control_bound, derived_bound
 from harness.judge.compare.conventions import Convention, Rounding
@@ -237,7 +237,7 @@ def linear(weight, inputs, expected, actual):
 @pytest.mark.parametrize("weight_dtype", [torch.float64, F32, BF16])
 @pytest.mark.parametrize("is_conv1d", [False, True])
 def test_amplification_of_a_product_by_a_loop(monkeypatch, block, weight_dtype, is_conv1d):
-    monkeypatch.setattr(row_judge, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(projected, "_BLOCK_ELEMENTS", block)
     weight, x = draw(5, WIDTH).to(weight_dtype), draw(3, WIDTH, seed=1)
     expected = x @ weight.double().T
     judge, rows = linear(weight.T if is_conv1d else weight, x.unflatten(1, (2, -1)), expected, expected)

@@ -85,7 +85,7 @@ def test_a_seen_row_is_still_of_its_step_where_attention_reads_it(bench, judge):
     known = SeenRows()
     runs = judge(bench().recorded("plain"), changed(bench().recorded("plain"), 1 + 2**-22), known=known)
     next(runs)
-    known.num_judged_again = 4
+    known.num_for_power = 4
     second, _ = next(runs)
     views = [view for evidence in second.sound.values() for view in evidence.views]
     assert second.result.coverage.rows_seen_before
@@ -105,7 +105,7 @@ def test_no_sequence_runs_again_whose_rows_were_all_seen(bench, judge, monkeypat
     runs = judge(sound, changed(bench().recorded("plain"), 1 + 2**-22), sound, sound, known=known)
     for _ in range(3):
         next(runs)
-    known.num_judged_again = 48
+    known.num_for_power = 48
     next(runs)
     assert requests == [[0, 1, 2], [REQUEST], [], [0, 2]]
 
