@@ -401,12 +401,14 @@ class TapFinder:
         return rows.shape == others.shape and torch.equal(rows, others)
 
     def _of_site(self, operation: Operation) -> dict[int, FoundTensor]:
-        """Return what was found for the operation's like in other layers."""
+        """Return what was found for the operation's like in other layers, which may have heads of another size."""
         others = {tap: self._hf.graph[tap] for tap in self.chosen if not self.chosen[tap].is_last_row}
         return {
             operation_elsewhere.layer: self.chosen[tap]
             for tap, operation_elsewhere in others.items()
-            if operation_elsewhere.site == operation.site and operation_elsewhere.layer not in (None, operation.layer)
+            if operation_elsewhere.site == operation.site
+            and operation_elsewhere.shape == operation.shape
+            and operation_elsewhere.layer not in (None, operation.layer)
         }
 
     def _predicted(self, operation: Operation, known: Mapping[int, FoundTensor]) -> Iterator[str]:

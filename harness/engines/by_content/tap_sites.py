@@ -66,6 +66,10 @@ def find_first(
     }
 
 
+def _has_finite_row(read: "_Read") -> bool:
+    return bool(read.rows.isfinite().all(dim=1).any())
+
+
 _NO_VALUES = (Kind.CACHE, Kind.STATE, Kind.CHOICE)
 """What no tensor of floating-point numbers holds: a cache is read back, and a choice is of indices."""
 _CERTAIN = (TapEvidence.DEFINITION, TapEvidence.NAMED)
@@ -342,7 +346,8 @@ class LaterSteps:
             if current is None:
                 return None
             if not self._holds(current, value) and self.taps[tap].evidence not in _CERTAIN:
-                holding = [read for read in self._whole(operation, self._prefill) if self._holds(read, value)]
+                whole = self._whole(operation, self._prefill)  # a mask may be as wide, without one finite row
+                holding = [read for read in whole if _has_finite_row(read) and self._holds(read, value)]
                 if not holding:
                     needed.update(taken.keys() & self._by_consumers & {*operation.inputs})
                 elif tap not in kept:
@@ -409,6 +414,7 @@ class LaterSteps:
             mapped_operation = self._hf.graph[tap]
             if (
                 mapped_operation.site == operation.site
+                and mapped_operation.shape == operation.shape
                 and mapped_operation.layer is not None
                 and operation.layer is not None
             ):
