@@ -79,13 +79,14 @@ class Rotation:
 
 
 def rotations(hf: HFModel, head_dim: int) -> Iterator[Rotation]:
-    """Yield every rotation that the model has frequencies for, over pairs half a head apart and over neighbours."""
+    """Yield every rotation of such heads that the model has frequencies for, over halves and over neighbours."""
     for module in hf.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
                 continue
             scaling = getattr(module, name.replace("inv_freq", "attention_scaling"), 1.0)
-            for frequencies in _of_all_lengths(module, name, buffer):
+            every = _of_all_lengths(module, name, buffer)
+            for frequencies in (item for item in every if 2 * len(item) <= head_dim):  # else those of larger heads
                 for is_interleaved, is_regrouped in ((False, False), (True, False), (True, True)):
                     yield Rotation(
                         frequencies=frequencies.detach().cpu().to(torch.float32),

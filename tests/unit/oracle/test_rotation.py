@@ -110,3 +110,13 @@ def test_rotations_for_requests_of_either_length(last):
     }
     assert {tuple(round(frequency, 6) for frequency in one.frequencies.tolist()) for one in both} == expected
     assert {(item.name, item.module) for item in both} == {("inv_freq", module)}
+
+
+def test_frequencies_of_larger_heads_are_none_of_these():
+    """Gemma 4 has heads of two sizes."""
+    model = nn.Module()
+    for name, num_pairs in (("sliding_inv_freq", 3), ("full_inv_freq", 4)):
+        model.register_buffer(name, torch.ones(num_pairs))
+    hf = SimpleNamespace(model=model)
+    assert {item.name for item in rotations(hf, SIZE)} == {"sliding_inv_freq"}
+    assert {item.name for item in rotations(hf, 8)} == {"sliding_inv_freq", "full_inv_freq"}
