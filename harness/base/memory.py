@@ -1,14 +1,18 @@
-"""Memory that this process may still take, and a garbage collector that pauses or searches less.
+"""Memory that this process may still take, and that it gives back; a garbage collector that pauses or searches less.
 
 The machine's memory counts within the limit of the container that it runs in.
 """
 
+import ctypes
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 MEMINFO = Path("/proc/meminfo")
 _YOUNG_SEARCHES = 200
@@ -16,6 +20,9 @@ _YOUNG_SEARCHES = 200
 _OLDEST = 2
 _MANY_OBJECTS = 500
 """Objects that a search finds where all are worth searching: imports leave up to 100."""
+_MOST_KEPT_BYTES = 64 << 20
+"""Free memory that the C library's allocator may keep for what comes next."""
+_MALLINFO = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
 CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
@@ -53,6 +60,32 @@ def watched_memory() -> Iterator[list[int]]:
         is_over.set()
         if thread.ident is not None:
             thread.join()
+
+
+def give_back() -> None:
+    """Give memory back to the system that glibc's allocator keeps free, if it is much.
+
+    It keeps what lies between blocks in use, of tensors up to 32 MB: more than there is in use, where tensors of many
+    sizes come and go.
+    """
+    libc = _glibc()
+    if libc is not None and libc.mallinfo2().fordblks > _MOST_KEPT_BYTES:
+        libc.malloc_trim(0)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What glibc says of its allocator: `fordblks` is the memory that it keeps free."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO]
+
+
+@cache
+def _glibc() -> Any:
+    """Return the C library of this process; None if it has no allocator of glibc's, since 2.33."""
+    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = _Mallinfo2
+    return libc
 
 
 def _machine_bytes() -> int:
