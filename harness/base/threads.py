@@ -54,6 +54,7 @@ class Workers(Generic[Result]):
     """
 
     def __init__(self, num_threads: int = 0) -> None:
+        self.num_threads = num_threads
         self._pool: ThreadPoolExecutor | None = None
         if num_threads:
             self._pool = ThreadPoolExecutor(num_threads, "harness-worker", initializer=_prepare_thread)

@@ -1,13 +1,12 @@
-"""HF's forward run twice, part by part: in the engine's dtype, the *control*, and in high precision, the *truth*.
+"""HF's forward run twice, side by side: in the engine's dtype, the *control*, and in high precision, the *truth*.
 
 Both see the same tokens, and whatever an observer puts in the place of their values. The truth says what each
 operation should give, the control what legitimate rounding does to it.
 
-The truth runs on the thread that calls `run_pair`, the control on a thread of its own (`Ahead`), and the two never run
-at the same time. Before the truth runs a part of the model, its hook on the part (`before`) lets the control run the
-same part first. So no more than one part's values are held, and both are whole forwards of HF's code, whatever that
-does between the parts. The hooks stand on the same modules for both threads, so each asks whose thread it is on. Within
-a part, `Watch` shows the operations of the running forward to its `_Side`, which hands them to the observer as rows.
+The truth runs on the thread that calls `run_pair`, the control on a thread of its own, and they take turns at every
+operation (`Turns`). So both are whole forwards of HF's code, whatever that does between the parts, and no more of the
+control is held than its forward holds. The hooks stand on the same modules for both threads, so each asks whose thread
+it is on. `Watch` shows the operations of the running forward to its `_Side`, which hands them to the observer as rows.
 
 Of a long prompt, products and attention are computed at a `Sample` of its rows alone.
 """
@@ -32,6 +31,7 @@ from harness.oracle.attention import of_queries
 from harness.oracle.caches import cache_of
 from harness.oracle.model import HFModel
 from harness.oracle.precision import Buffers, upcast_on_use, upcast_parameters
+from harness.oracle.turns import Ahead, Turns
 from harness.oracle.watch import (
     AttentionCall,
     Watch,
@@ -42,68 +42,6 @@ from harness.oracle.watch import (
     run_attention,
     watching,
 )
-
-
-class Ahead:
-    """Runs a function in a thread, from one call of `wait` in it to the next."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        """Prepare the thread; `function` must call `wait` at the end of every part."""
-        self._function = function
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._is_over = self._is_cancelled = False
-        self._error: BaseException | None = None
-        self._num_threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
-
-    def advance(self) -> None:
-        """Let the thread run until it has finished its next part; raises what it raises."""
-        if self._is_over:
-            return
-        if not self._thread.is_alive():
-            self._thread.start()
-        self._go.release()
-        self._done.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def wait(self) -> None:
-        """Say, from inside of the thread, that a part is finished, and wait for the next."""
-        self._done.release()
-        self._go.acquire()
-        if self._is_cancelled:
-            raise _CancelledError
-
-    def finish(self) -> None:
-        """Let the thread run to its end."""
-        while not self._is_over:
-            self.advance()
-
-    def cancel(self) -> None:
-        """End the thread where it stands."""
-        self._is_cancelled = True
-        if self._thread.is_alive():
-            self._go.release()
-            self._thread.join()
-
-    def _run(self) -> None:
-        self._go.acquire()
-        torch.set_num_threads(self._num_threads)  # a thread of its own begins with the default
-        try:
-            if not self._is_cancelled:
-                self._function()
-        except _CancelledError:
-            pass
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._is_over = True
-            self._done.release()
-
-
-class _CancelledError(BaseException):
-    """Ends the thread; no handler of the model's code is to catch it."""
-
 
 _ROWLESS_OPTIONS = frozenset({"s_aux", "position_ids", "cache_position"})
 """Tensors among the options of attention that say nothing of single queries, or that no function reads."""
@@ -147,6 +85,11 @@ def are_queries_apart(call: AttentionCall, function: Callable[..., Any]) -> bool
         is_known = function is AttentionInterface()["sdpa"] and call.query.shape[2] == call.key.shape[2]
         if not (is_causal and is_known):
             return False
+    return has_rowless_options(call)
+
+
+def has_rowless_options(call: AttentionCall) -> bool:
+    """Return whether no option of attention, as far as they are known, says anything of single queries."""
     return {name for name, value in call.options.items() if isinstance(value, torch.Tensor)} <= _ROWLESS_OPTIONS
 
 
@@ -188,7 +131,7 @@ class PartCall:
 
 
 class PairObserver(Protocol):
-    """Is shown every operation in the order of the run: of each part all values of the control, then of the truth.
+    """Is shown every operation in the order of the run, the control's value before the truth's.
 
     No two of its methods ever run at the same time, though `control` runs on another thread than the others.
     """
@@ -197,10 +140,10 @@ class PairObserver(Protocol):
         """On the truth's thread: take what the truth is about to run a part on; the run may change its tensors."""
 
     def control(self, value: Value) -> torch.Tensor | None:
-        """On the control's thread: return rows that replace the control's in the engine's dtype; None to keep them."""
+        """On the control's thread: return rows that replace the control's, in any dtype; None to keep them."""
 
     def truth(self, value: Value) -> torch.Tensor | None:
-        """On the truth's thread: return rows that replace the truth's in high precision; None to keep them."""
+        """On the truth's thread: return rows that replace the truth's, in any dtype; None to keep them."""
 
     def part_done(self) -> None:
         """On the truth's thread: finish what needs the part's weights, which go next. Called at the end, too."""
@@ -247,11 +190,23 @@ def run_pair(
     with ExitStack() as stack:
         stack.enter_context(hf.exactly(dtype=truth_dtype))
         watch = stack.enter_context(watching(hf))
-        side = _Side(hf, ids.shape, kept, observer.control, sample)
+        turns: Turns
+
+        def control_shows(value: Value) -> torch.Tensor | None:
+            replacement = observer.control(value)
+            turns.control_showed(value.operation.tap)
+            return replacement
+
+        def truth_shows(value: Value) -> torch.Tensor | None:
+            turns.reach(value.operation.tap)
+            return observer.truth(value)
+
+        side = _Side(hf, ids.shape, kept, control_shows, sample)
         control = Ahead(partial(_run_control, of_control, watch, side, control_arithmetic) if has_control else _nothing)
         stack.callback(control.cancel)
-        stack.enter_context(_parts_in_turn(hf, control, truth_dtype, kept, observer, progress))
-        side = _Side(hf, ids.shape, kept, observer.truth, sample)
+        turns = Turns(control)
+        stack.enter_context(_parts_in_turn(hf, turns, truth_dtype, kept, observer, progress))
+        side = _Side(hf, ids.shape, kept, truth_shows, sample)
         stack.enter_context(watch.showing(side, narrowed=side.narrowed))
         logits = of_truth()
         control.finish()
@@ -350,13 +305,13 @@ def _nothing() -> None:
 @contextmanager
 def _parts_in_turn(
     hf: HFModel,
-    control: Ahead,
+    turns: Turns,
     truth_dtype: torch.dtype,
     kept: torch.Tensor | None,
     observer: PairObserver,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[None]:
-    """Before the truth runs a part: read its weights, let the control run it, upcast it; afterwards drop all of it."""
+    """Before the truth runs a part: read its weights and upcast them; drop them after both have run it."""
     truth, num_run, buffers = threading.get_ident(), count(1), Buffers()
     with ExitStack() as stack:
         is_truth = lambda: threading.get_ident() == truth  # noqa: E731
@@ -368,21 +323,24 @@ def _parts_in_turn(
             def before(
                 module: nn.Module, args: Any, kwargs: Any, path: str = path, running: ExitStack = running
             ) -> None:
-                if threading.get_ident() == truth:
+                if threading.get_ident() != truth:
+                    turns.control_at_border()
+                    return
+                with torch._C.DisableTorchFunction():  # what an observer computes is not the model's code
                     observer.part_begins(PartCall(path=path, args=args, kwargs=kwargs, logit_positions=kept))
-                    running.enter_context(hf.weights.held(path))
-                    control.advance()
-                    running.enter_context(upcast_parameters(truth_dtype, module, buffers=buffers))
+                running.enter_context(hf.weights.held(path))
+                running.enter_context(turns.part(module, upcast_parameters(truth_dtype, module, buffers=buffers)))
 
             def after(_module: nn.Module, _args: Any, _output: Any, running: ExitStack = running) -> None:
-                if threading.get_ident() == truth:
-                    with torch._C.DisableTorchFunction():  # what an observer computes is not the model's code
-                        observer.part_done()
-                    running.close()
-                    if progress is not None:
-                        progress(next(num_run), len(hf.parts))
-                else:
-                    control.wait()
+                if threading.get_ident() != truth:
+                    turns.control_at_border()
+                    return
+                turns.finish_part()
+                with torch._C.DisableTorchFunction():
+                    observer.part_done()
+                running.close()
+                if progress is not None:
+                    progress(next(num_run), len(hf.parts))
 
             stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(after).remove)
@@ -478,7 +436,8 @@ class _Side:
             Value(operation=operation, rows=rows, places=places, call=call, module_input=module_input)
         )
         assert replacement is not None, f"{operation.tap} was to be replaced"
-        return from_rows(replacement, value.new_empty(shape), dim).clone()  # the model may change what it is given
+        whole = value.new_empty(shape)
+        return whole.copy_(from_rows(replacement, whole, dim))  # the model may change what it is given
 
     def _places(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the places, [requests * n], of some positions, [n] int64."""
@@ -509,7 +468,7 @@ def _replaced(value: torch.Tensor, replacement: torch.Tensor) -> torch.Tensor:
     """
     if value.numel() * value.element_size() == value.untyped_storage().nbytes():
         return value.copy_(replacement)
-    return replacement.clone()  # the observer may keep its own; the model may change what it is given
+    return replacement.to(value.dtype, copy=True)  # the observer may keep it; the model may change what it is given
 
 
 def _without_holes(call: AttentionCall) -> tuple[AttentionCall, torch.Tensor | None]:

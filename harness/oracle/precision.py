@@ -128,14 +128,38 @@ class Buffers:
             free.append(buffer)
 
 
+class Upcast:
+    """Tensors that hold copies of their content in another dtype."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        """Let a tensor hold a copy of its content."""
+        self._originals.append((tensor, tensor.data))
+        tensor.data = copy
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Let the tensors hold what they held before, during the block."""
+        copies = [tensor.data for tensor, _ in self._originals]
+        for tensor, original in self._originals:
+            tensor.data = original
+        try:
+            yield
+        finally:
+            for (tensor, _), copy in zip(self._originals, copies, strict=True):
+                tensor.data = copy
+
+
 @contextmanager
-def upcast_parameters(dtype: torch.dtype, *modules: nn.Module, buffers: Buffers | None = None) -> Iterator[None]:
+def upcast_parameters(dtype: torch.dtype, *modules: nn.Module, buffers: Buffers | None = None) -> Iterator[Upcast]:
     """Hold parameters and buffers of `modules`, but for embeddings and large matrices, in `dtype` during the block.
 
     The original tensors are kept and put back, so nothing is rounded twice and a tied parameter stays tied. Frequencies
     of rotary tables stay in float32. Extra memory: the modules once in `dtype`, in `buffers` where some are given.
     """
-    buffers = buffers or Buffers()
+    buffers, held = buffers or Buffers(), Upcast()
     with ExitStack() as stack:
         for part in (part for module in modules for part in module.modules()):
             tensors = list(part.named_buffers(recurse=False))
@@ -145,8 +169,8 @@ def upcast_parameters(dtype: torch.dtype, *modules: nn.Module, buffers: Buffers 
                 if tensor.is_floating_point() and tensor.dtype != dtype and _FREQUENCIES not in name:
                     copy = stack.enter_context(buffers.copy(tensor.data, dtype))
                     stack.callback(setattr, tensor, "data", tensor.data)
-                    tensor.data = copy
-        yield
+                    held.add(tensor, copy)
+        yield held
 
 
 @contextmanager

@@ -185,7 +185,7 @@ class Watch:
         run = _Run(self._hf, watcher, narrowed)
         self._runs[ident] = run
         try:
-            with run.calls:
+            with _Calls(run):
                 yield
         finally:
             del self._runs[ident]
@@ -255,7 +255,6 @@ class _Run:
         narrowed: Callable[[str, torch.Tensor], torch.Tensor | None] = lambda _path, _x: None,
     ) -> None:
         self.watcher, self.narrowed = watcher, narrowed
-        self.calls = _Calls(self)
         self._hf = hf
         self._num_shown = Counter[str]()
         self._path: list[str] = []

@@ -31,7 +31,7 @@ from harness.base.memory import collect_rarely
 from harness.extensions.faults.zoo.lively import make_lively
 from harness.formats.case import RequestSpec
 from harness.judge.jobs.check import run_check
-from harness.oracle.paired import Ahead
+from harness.oracle.turns import Ahead
 from harness.plan import plan_request
 
 SHAPE = {

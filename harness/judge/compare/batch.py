@@ -221,7 +221,12 @@ class PaddedBatch:
     def is_whole(self, tap: str) -> bool:
         """Whether a tap was recorded in every row of every sequence."""
         covered = sum(len(self._covered(index, places, rows, tap)[0]) for index, places, rows in self._by_step)
-        return covered == sum(map(len, self.sequences))
+        return covered == self.num_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch without padding."""
+        return sum(map(len, self.sequences))
 
     @property
     def num_places(self) -> int:

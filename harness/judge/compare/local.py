@@ -89,9 +89,9 @@ only together they have a direction that rounding does not have."""
 class LocalJudge(Judge):
     """Judges the rows of every operation and joins the results.
 
-    `add` and `settle` run on the thread of the truth. `add` lets the workers measure (`_measure`), while the model
-    continues; `settle` adds the results to the totals (`_take`), in the order of the run. A worker changes only the
-    effects of its operation, whose batches are measured one after the other.
+    `add` and `settle` run on the thread of the truth. `add` lets a worker measure (`_measure`), while the model
+    continues to the next operation; the results are then added to the totals (`_take`), in the order of the run. A
+    worker changes only the effects of its operation, whose batches are measured one after the other.
     """
 
     def __init__(
@@ -125,7 +125,10 @@ class LocalJudge(Judge):
         """See `Judge.add`."""
         totals = self._totals.setdefault(rows.operation.tap, _TapTotals())
         if rows.operation.kind is not Kind.CHOICE:
+            self.settle()  # so the rows of two operations are held at most
             self._workers.submit(partial(self._measure, rows, totals))
+            if not self.reads_later:
+                self.settle()
             return
         distances = choice_errors(rows)
         errors = LocalErrors(rows=rows.rows, roundings=distances, bound=torch.ones_like(distances))
@@ -136,7 +139,7 @@ class LocalJudge(Judge):
     def add_estimated(self, operation: Operation, rows: Rows, roundings: torch.Tensor, bound: torch.Tensor) -> None:
         """See `Judge.add_estimated`."""
         errors = LocalErrors(rows=rows, roundings=roundings, bound=bound, dtype=self._dtype)
-        self._totals[operation.tap].errors.append(errors)
+        self._totals.setdefault(operation.tap, _TapTotals()).errors.append(errors)
 
     def choose(self, operation: Operation, chosen: torch.Tensor, num_scores: int) -> None:
         """See `Judge.choose`."""
@@ -146,6 +149,11 @@ class LocalJudge(Judge):
         """See `Judge.settle`."""
         for rows, errors, wrong in self._workers.finished():
             self._take(rows, errors, wrong, self._totals[rows.operation.tap])
+
+    @property
+    def reads_later(self) -> bool:
+        """See `Judge.reads_later`."""
+        return self._workers.num_threads > 0
 
     @property
     def is_decided(self) -> bool:
@@ -357,6 +365,7 @@ def local_errors(
         judgement = replayed(has_control=False, numbered=numbered)
         if not any(map(_is_wrong, judgement.errors.values())):
             return judgement
+        del judgement  # its evidence holds rows of all layers
     judgement = replayed(has_control=True)
     is_of_control = (errors.is_bounded_by_control and errors.num_bad for errors in judgement.errors.values())
     if not hf.graph.states or not any(is_of_control):
@@ -413,7 +422,8 @@ def _replayed(
     is_last = numbered is None or bool(numbered.seen.num_for_power)
     needs_history = is_last or numbered is None or not numbered.num_seen
     least = VERIFYING_ROWS if numbered is not None and numbered.are_few else EXACT_ROWS
-    with Workers[_Measured](min(1, num_spare_threads(hf.device))) as workers:  # more only wait for the interpreter
+    # A worker reads weights, which change for the turns of a control. More than one only wait for the interpreter.
+    with Workers[_Measured](0 if has_control else min(1, num_spare_threads(hf.device))) as workers:
         judge = LocalJudge(
             hf,
             dtype,

@@ -1,28 +1,37 @@
 """Forced replay: HF's forward over an engine's rows, each recorded value put back as soon as it has been compared.
 
-The calls for each part of the model (oracle/paired.py; the two forwards never run at the same time):
+The calls for each operation (oracle/paired.py; the two forwards never run at the same time):
 
-1. The thread of the truth calls `Replay.part_begins`, and lets the control's thread run the part.
-2. The control's thread calls `Replay.control` at each operation: it keeps what the control gave, and puts the
-   recorded rows back.
-3. The truth's thread runs the same part and calls `Replay.truth` at each operation: it hands the rows and the
-   control's to the `Judge`, and puts the recorded rows back. The judge may leave measuring to worker threads.
-4. The truth's thread calls `Replay.part_done`: the judge waits for its workers, as the part's weights are freed now.
+1. The thread of the control calls `Replay.control`: it keeps what the control gave, and puts the recorded rows back.
+2. The thread of the truth calls `Replay.truth`: it hands the rows and the control's to the `Judge`, and puts the
+   recorded rows back. The judge may leave measuring to a worker thread.
+
+The thread of the truth calls `Replay.part_begins` before the part of the model with the operations, and afterwards
+`Replay.part_done`: the judge waits for its worker, as the part's weights are freed now.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from harness.base.memory import give_back
 from harness.formats.taps import Graph, Kind, Operation
 from harness.judge.compare.align import Rows
 from harness.judge.compare.batch import PaddedBatch, RecordedRows
 from harness.judge.compare.projected import Projections, is_above
+from harness.judge.compare.sequences import NOWHERE
+from harness.judge.compare.shapes import engine_dtype
 from harness.oracle.paired import PartCall, Sample, Value
+
+_LARGE_BYTES = 4 << 20
+"""Rows of an operation after which the memory of what was judged is given back."""
+RowsAt = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the rows of a tap at some places of a batch: [R, ...] for [R] int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +49,8 @@ class TapRows:
     """Rows of the control, in the engine's dtype."""
     control_scores: torch.Tensor | None
     """[rows, n] of a router's choice: the control's scores."""
-    values: Mapping[str, torch.Tensor]
-    """[places, ...] of its inputs, as the truth's forward used them."""
+    values: Mapping[str, RowsAt]
+    """Of its inputs, as the truth's forward used them."""
     value: Value
     unrecorded: tuple[str, ...] = ()
     """Taps between the recorded ones and this one, which HF computed; empty if all inputs were recorded."""
@@ -85,7 +94,7 @@ class TapRows:
         wanted = self.places if places is None else places
         if self.operation.kind is Kind.EMBEDDING or not self.operation.inputs:
             return [self.batch.token_ids.flatten().roll(-self.operation.tokens_ahead)[wanted]]
-        return [self.values[tap][wanted.to(self.values[tap].device)] for tap in self.operation.inputs]
+        return [self.values[tap](wanted) for tap in self.operation.inputs]
 
 
 class Judge:
@@ -112,6 +121,11 @@ class Judge:
 
     def settle(self) -> None:
         """Finish the judgement of added rows, before their weights are freed."""
+
+    @property
+    def reads_later(self) -> bool:
+        """Whether it may read rows after `add` has returned."""
+        return True
 
     @property
     def is_decided(self) -> bool:
@@ -155,8 +169,8 @@ class Replay:
         """Rows that are in the control's forward, and not yet in the truth's."""
         self._is_recorded: dict[str, torch.Tensor] = {}
         """[places] bool of each tap: where the engine recorded it."""
-        self._values: dict[str, torch.Tensor] = {}
-        """[places, ...] of each tap that an operation has yet to read, as the truth's forward used them."""
+        self._values: dict[str, RowsAt] = {}
+        """Of each tap that an operation has yet to read, as the truth's forward used it."""
         self._part: PartCall | None = None
         computed = (op for op in judge.graph if not op.is_kept)
         self._num_readers = Counter(tap for op in computed for tap in op.inputs)
@@ -215,7 +229,7 @@ class Replay:
             return None
         self._recorded_rows[tap] = recorded
         here, at = located
-        self._control[tap] = value.rows[at].flatten(1)
+        self._control[tap] = value.rows[at].flatten(1)  # a copy: the control may go on before the truth comes here
         if value.scores is not None:
             self._control_scores[tap] = value.scores[at]
         return self._put_back(value, recorded, here, at)
@@ -238,12 +252,15 @@ class Replay:
         if value.scores is not None and not value.operation.among_tokens:
             rows = value.in_all_places(value.rows if replaced is None else replaced, self._batch.num_places)
             self._judge.choose(value.operation, rows[self._batch.is_own], value.scores.shape[-1])
-        self._keep(value, replaced)
+        self._keep(value, recorded, replaced)
+        if value.rows.nbytes >= _LARGE_BYTES:
+            give_back()
         return replaced
 
     def part_begins(self, call: PartCall) -> None:
         """See `PairObserver.part_begins`."""
-        args, kwargs = tree_map_only(torch.Tensor, torch.clone, (call.args, _rows_in(call.kwargs)))
+        copied = partial(_copied, dtype=engine_dtype(self._batch.recording))
+        args, kwargs = tree_map_only(torch.Tensor, copied, (call.args, _rows_in(call.kwargs)))
         self._part = replace(call, args=args, kwargs={**call.kwargs, **kwargs})
 
     def part_done(self) -> None:
@@ -280,8 +297,8 @@ class Replay:
             expected = projections.multiplied(operation, x_far)
             control = None if exact.control is None else projections.control(operation, x_far)
             exact = exact.with_rows(places[is_far], rows[is_far.to(rows.device)], expected, control)
-        self._judge.add(exact)
         self._judge.add_estimated(operation, self._batch.rows(places[~is_far]), roundings[~is_far], bound[~is_far])
+        self._judge.add(exact)
 
     def _tap_rows(self, value: Value, recorded: RecordedRows, at: torch.Tensor) -> TapRows | None:
         """Return the rows that the engine computed, with recorded inputs or through unrecorded taps."""
@@ -298,7 +315,7 @@ class Replay:
             batch=self._batch,
             places=recorded.places[judged],
             actual=(recorded.rows if bool(judged.all()) else recorded.rows[judged]).flatten(1),
-            expected=value.rows[at[judged.to(at.device)]].flatten(1),
+            expected=self._some(value.rows, at[judged.to(at.device)]).flatten(1),
             control=None if control is None else control[judged.to(control.device)],
             control_scores=None if scores is None else scores[judged.to(scores.device)],
             values={tap: self._values[tap] for tap in value.operation.inputs if tap in self._values},
@@ -306,6 +323,10 @@ class Replay:
             unrecorded=unrecorded,
             part=self._part,
         )
+
+    def _some(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Return rows of the running forward: a copy where they may be read after it has gone on."""
+        return rows if not self._judge.reads_later and _are_all(len(rows), at) else rows[at]
 
     def _is_judged(self, operation: Operation, places: torch.Tensor) -> torch.Tensor:
         """[places] bool: rows that the engine computed itself, from recorded inputs or through unrecorded taps."""
@@ -325,10 +346,17 @@ class Replay:
         return are_recorded
 
     def _put_back(self, value: Value, recorded: RecordedRows, here: RecordedRows, at: torch.Tensor) -> torch.Tensor:
-        """Return the rows with which the forward continues: of a sample, all rows as they were recorded."""
+        """Return the rows with which the forward continues: of a sample, all rows as they were recorded.
+
+        Where all of them were recorded, they are the recorded ones in their dtype.
+        """
         if value.operation.tap in self._sampled and value.places is not None:
+            if _are_all(self._batch.num_places, recorded.places):
+                return recorded.rows.reshape(-1, *value.rows.shape[1:])
             rows = value.rows.new_zeros(self._batch.num_places, *value.rows.shape[1:])
             return put_back(rows, recorded.places.to(rows.device), recorded.rows)
+        if value.rows.is_floating_point() and _are_all(len(value.rows), at):
+            return here.rows.reshape(value.rows.shape)
         return put_back(value.rows, at, _usable_rows(value, here, at))
 
     def _recorded(self, tap: str) -> RecordedRows | None:
@@ -341,17 +369,40 @@ class Replay:
         keep = self._batch.is_followed(ahead)[recorded.places]
         return RecordedRows(places=recorded.places[keep], rows=recorded.rows[keep]) if bool(keep.any()) else None
 
-    def _keep(self, value: Value, replaced: torch.Tensor | None) -> None:
-        """Keep a value until the last operation that reads it has been judged; the model may change its tensor."""
+    def _keep(self, value: Value, recorded: RecordedRows | None, replaced: torch.Tensor | None) -> None:
+        """Keep a value until the last operation that reads it has been judged; the model may change its tensor.
+
+        What was recorded in every row is read again instead.
+        """
         operation = value.operation
         for tap in operation.inputs:
             self._num_readers[tap] -= 1
             if not self._num_readers[tap]:
                 self._values.pop(tap, None)
-        if self._num_readers[operation.tap]:
-            rows = value.rows.clone() if replaced is None else replaced
-            is_whole = operation.tap in self._sampled
-            self._values[operation.tap] = rows if is_whole else value.in_all_places(rows, self._batch.num_places)
+        if not self._num_readers[operation.tap]:
+            return
+        if recorded is not None and value.rows.is_floating_point() and len(recorded.places) == self._batch.num_rows:
+            like = value.rows.new_empty(0, *value.rows.shape[1:])
+            self._values[operation.tap] = partial(_read_again, self._batch, operation.tap, like)
+            return
+        rows = value.rows.clone() if replaced is None else replaced.to(value.rows.dtype)
+        is_whole = operation.tap in self._sampled
+        self._values[operation.tap] = partial(
+            _rows_at, rows if is_whole else value.in_all_places(rows, self._batch.num_places)
+        )
+
+
+def _read_again(batch: PaddedBatch, tap: str, like: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return rows of a tap that was recorded in every row, [R, ...] as a forward has them."""
+    recorded = batch.recorded(tap)
+    assert recorded is not None
+    where = torch.full((batch.num_places,), NOWHERE, dtype=torch.int64)
+    where[recorded.places] = torch.arange(len(recorded.places))
+    return recorded.rows[where[places]].to(like).reshape(-1, *like.shape[1:])
+
+
+def _rows_at(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return rows[places.to(rows.device)]
 
 
 def _where(value: Value, recorded: RecordedRows) -> tuple[RecordedRows, torch.Tensor] | None:
@@ -364,6 +415,14 @@ def _where(value: Value, recorded: RecordedRows) -> tuple[RecordedRows, torch.Te
         return None
     kept = RecordedRows(places=recorded.places[is_there], rows=recorded.rows[is_there])
     return kept, at[is_there].to(value.rows.device)
+
+
+def _copied(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of a tensor, in a narrower dtype if that holds the same numbers, as it does of recorded rows."""
+    if not x.is_floating_point() or dtype.itemsize >= x.itemsize:
+        return x.clone()
+    narrow = x.to(dtype)
+    return narrow if torch.equal(narrow.to(x.dtype), x) else x.clone()
 
 
 def _rows_in(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -391,11 +450,16 @@ def are_indices(chosen: torch.Tensor, num_scores: int) -> torch.Tensor:
 def put_back(rows: torch.Tensor, at: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """Return the rows with the recorded rows at some indices."""
     values = recorded.to(rows.device, rows.dtype)
-    if len(at) == len(rows) and bool((at == torch.arange(len(rows), device=at.device)).all()):
+    if _are_all(len(rows), at):
         return values.reshape(rows.shape)
     rows = rows.clone()
     rows[at] = values.reshape(-1, *rows.shape[1:])
     return rows
+
+
+def _are_all(num_rows: int, at: torch.Tensor) -> bool:
+    """Whether indices are those of all rows in their order."""
+    return len(at) == num_rows and bool((at == torch.arange(num_rows, device=at.device)).all())
 
 
 def unrecorded_before(graph: Graph, usable: set[str]) -> dict[str, tuple[str, ...] | None]:

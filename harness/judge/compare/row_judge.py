@@ -283,13 +283,14 @@ class RowJudge:
         """
         assert errors.dtype is not None
         subject, sensitivity = self._subject(rows, errors.dtype), self._sensitivity(rows)
-        failures, tried = self.failures.setdefault(rows.operation.tap, []), list[LocalErrors]()
+        failures, best = self.failures.setdefault(rows.operation.tap, []), None
         for convention in conventions(rows.operation.kind):
             with guarded(convention.name, failures):
-                tried.extend(
-                    _under(rounding, rows, errors, sensitivity) for rounding in convention.alternatives(subject)
-                )
-        return min(tried, key=lambda errors_under: (errors_under.num_bad, errors_under.typical), default=None)
+                for rounding in convention.alternatives(subject):
+                    under = _under(rounding, rows, errors, sensitivity)
+                    if best is None or (under.num_bad, under.typical) < (best.num_bad, best.typical):
+                        best = under
+        return best
 
     def _subject(self, rows: TapRows, dtype: torch.dtype) -> SuspectRows:
         operation = rows.operation

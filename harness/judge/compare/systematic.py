@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from harness.base.metrics import rounding_unit
+from harness.formats.recording.reader import as_slice
 from harness.formats.taps import KINDS, Kind
 from harness.results.check import Effect
 
@@ -106,18 +107,15 @@ class Effects:
         new = self._new_rows(positions, truth, judged)
         if truth.shape[1] < MIN_CHANNELS or not len(new):
             return
-        if len(new) < len(truth):
-            truth, actual, slope = truth[new], actual[new], None if slope is None else slope[new]  # indices on the CPU
         size = max(1, _BLOCK_ELEMENTS // truth.shape[1])
-        blocks = truth.split(size)
+        blocks = [as_slice(rows) for rows in new.split(size)]  # on the CPU, as the positions are
         if self.scale is None:
             # The norm of a column takes six times as long as the sum of its squares.
-            squares = torch.stack([block.square().sum(dim=0) for block in blocks]).sum(dim=0)
-            rms = (squares / len(truth)).sqrt().to(torch.float32)
+            squares = torch.stack([truth[rows].square().sum(dim=0) for rows in blocks]).sum(dim=0)
+            rms = (squares / len(new)).sqrt().to(torch.float32)
             self.scale = torch.where(rms > 0, rms, torch.inf)
-        slopes = [None] * len(blocks) if slope is None else slope.split(size)
-        for parts in zip(positions[new].split(size), actual.split(size), blocks, slopes, strict=True):
-            self._add_block(*parts)
+        for rows in blocks:
+            self._add_block(positions[rows], actual[rows], truth[rows], None if slope is None else slope[rows])
 
     def _add_block(
         self, positions: torch.Tensor, actual: torch.Tensor, truth: torch.Tensor, slope: torch.Tensor | None

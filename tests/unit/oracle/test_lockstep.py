@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from harness.oracle.paired import Ahead
+from harness.oracle.turns import Ahead
 
 
 class BoomError(Exception):

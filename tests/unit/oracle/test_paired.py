@@ -170,18 +170,27 @@ def test_control_of_other_families_is_bit_for_bit_hf_in_the_engines_dtype(tiny, 
     assert [tap for tap in plain if not torch.equal(control[tap], plain[tap])] == []
 
 
-def test_both_see_every_operation_once_and_part_by_part(hf, token_ids):
-    """Of each part all values of the control, then of the truth; so the control of one part is all that waits."""
-    order = pair(hf, token_ids).order
+def test_a_state_that_a_module_keeps_as_an_attribute_is_each_forwards_own(tiny, monkeypatch):
+    """A recurrence of RecurrentGemma begins with what its module holds: of the truth, it would be in another dtype."""
+    hf, token_ids, dtypes = tiny("recurrent_gemma"), list(range(3, 20)), set()
+    recurrence = next(type(module) for module in hf.model.modules() if hasattr(module, "recurrent_states"))
+    scan = recurrence._rnn_scan
+
+    def noted(self, **inputs):
+        if inputs["recurrent_states"] is not None:
+            dtypes.add((inputs["hidden_states"].dtype, inputs["recurrent_states"].dtype))
+        return scan(self, **inputs)
+
+    monkeypatch.setattr(recurrence, "_rnn_scan", noted)
+    control, plain = pair(hf, token_ids).values["control"], plain_forward(hf, hf.model, token_ids)
+    assert (torch.float32, torch.float64) not in dtypes
+    assert [tap for tap in plain if not torch.equal(control[tap], plain[tap])] == []
+
+
+def test_both_see_every_operation_once_and_in_turn(hf, token_ids):
+    """The control's value of one operation is all that waits for the truth's."""
     taps = [op.tap for op in hf.graph if op.kind is not Kind.CACHE]
-    for side in ("control", "truth"):
-        assert [tap for item, tap in order if item == side] == taps
-    waiting, most = set(), 0
-    for side, tap in order:
-        waiting.add(tap) if side == "control" else waiting.remove(tap)
-        most = max(most, len(waiting))
-    largest = max(sum(hf.part_of(hf.graph[tap].module) == part for tap in taps) for part in hf.parts)
-    assert most == largest
+    assert pair(hf, token_ids).order == [(side, tap) for tap in taps for side in ("control", "truth")]
 
 
 def test_the_graph_is_traced_before_either_forward_begins(checkpoints, monkeypatch):

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from harness.formats.taps import Kind
 from harness.oracle.caches import cache_argument
-from harness.oracle.watch import Seeing, _input_key, _Run, as_rows, run_attention, watching, window_of
+from harness.oracle.watch import Seeing, _Calls, _input_key, _Run, as_rows, run_attention, watching, window_of
 
 from .state import bits, surroundings
 
@@ -524,7 +524,7 @@ def test_products_with_a_weight_of_the_modules_own_are_shown_however_it_is_given
     gate.weight = torch.nn.Parameter(2 * torch.eye(2), requires_grad=False)
     run, shown = running({"gate": gate})
     run.enter("gate")
-    with run.calls:
+    with _Calls(run):
         for weight in (gate.weight, identity):
             assert (
                 torch.nn.functional.linear(X, weight).tolist() == torch.nn.functional.linear(X, weight=weight).tolist()

@@ -130,6 +130,6 @@ def tap_rows(
         expected=expected,
         control=control,
         control_scores=None,
-        values=dict(inputs or {}),
+        values={tap: rows.__getitem__ for tap, rows in (inputs or {}).items()},
         value=Value(operation=operation, rows=expected, call=call, scores=scores),
     )
