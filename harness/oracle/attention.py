@@ -10,8 +10,9 @@ import torch
 
 from harness.oracle.watch import AttentionCall
 
-_SCORE_BYTES = 64 << 20
-"""Scores held at a time."""
+_SCORE_BYTES = 16 << 20
+"""Scores held at a time. Beyond 32 MB the C library maps and clears fresh memory for each tensor, and sensitivities
+take twice as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ def score_slope(call: AttentionCall) -> torch.Tensor:
 def probabilities(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield probabilities [B, N, t, S] of some queries at a time, and the values [B, N, S, H] that they weigh.
+    """Yield probabilities [B, N, t, s] of some queries at a time, and the values [B, N, s, H] that they weigh.
 
     Args:
         call: says what is seen, and how scores are scaled and capped.
@@ -73,12 +74,21 @@ def _in_float32(call: AttentionCall) -> Iterator[torch.Tensor]:
 def _some_queries(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield queries, as many as memory is meant for, with all keys and values of their heads, and what they may see."""
+    """Yield queries, as many as memory is meant for, with keys and values of their heads, and what they may see.
+
+    Where not all queries come at once, these are the keys and values up to the last that one of them sees.
+    """
     num_groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
-    visible, step = visible_keys(call), _queries_at_a_time(query, key)
+    step = _queries_at_a_time(query, key)
     for at in range(0, query.shape[2], step):
-        yield query[:, :, at : at + step], key, value, visible[:, :, at : at + step]
+        some = slice(at, at + step)
+        visible = visible_keys(call, some)
+        num_keys = key.shape[2]
+        if step < query.shape[2]:
+            seen = visible.any(dim=2).flatten(0, 1).any(dim=0).nonzero()
+            num_keys = int(seen[-1]) + 1 if len(seen) else 1
+        yield query[:, :, some], key[:, :, :num_keys], value[:, :, :num_keys], visible[..., :num_keys]
 
 
 def _queries_at_a_time(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -97,21 +107,24 @@ def in_pieces(call: AttentionCall) -> Iterator[AttentionCall]:
 
 def of_queries(call: AttentionCall, positions: torch.Tensor) -> AttentionCall:
     """Return the call of some of its queries, [n] int64, which see what they saw."""
-    at = positions.to(call.query.device)
-    mask = visible_keys(call) if call.mask is None else call.mask
-    if mask.shape[2] > 1:
+    at, mask = positions.to(call.query.device), call.mask
+    if mask is None:
+        mask = visible_keys(call, at)
+    elif mask.shape[2] > 1:
         mask = mask.index_select(2, at)
     return replace(call, query=call.query.index_select(2, at), mask=mask)
 
 
-def visible_keys(call: AttentionCall) -> torch.Tensor:
-    """Return [B or 1, 1, T, S] bool: which keys each query may see."""
+def visible_keys(call: AttentionCall, queries: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+    """Return [B or 1, 1, T, S] bool: which keys each query may see, or some of the queries."""
     num_queries, num_keys = call.query.shape[2], call.key.shape[2]
     if call.mask is None:
         device = call.query.device
-        positions = torch.arange(num_keys - num_queries, num_keys, device=device)
+        positions = torch.arange(num_keys - num_queries, num_keys, device=device)[queries]
         return (torch.arange(num_keys, device=device)[None] <= positions[:, None])[None, None]
     mask = call.mask[..., :num_keys]
+    if mask.shape[2] > 1:
+        mask = mask[:, :, queries]
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 

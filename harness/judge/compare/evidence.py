@@ -222,8 +222,8 @@ def histories(
 def _history(batch: PaddedBatch, call: AttentionCall, line: int, places: torch.Tensor) -> AttentionContext:
     sequence = batch.sequences[line]
     positions, length = places % batch.num_tokens, len(sequence)
-    sinks, visible = call.options.get("s_aux"), visible_keys(call)
-    visible = visible[line if len(visible) > 1 else 0][:, positions, :length].cpu()
+    sinks, visible = call.options.get("s_aux"), visible_keys(call, positions.to(call.query.device))
+    visible = visible[line if len(visible) > 1 else 0][..., :length].cpu()
     return AttentionContext(
         rows=batch.rows(places),
         query=_heads(call.query[line][:, positions]),

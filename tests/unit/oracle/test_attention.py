@@ -132,6 +132,9 @@ def test_a_window_is_what_the_mask_says(as_numbers):
         mask = torch.zeros(seen.shape, dtype=as_numbers).masked_fill(~seen, torch.finfo(as_numbers).min)
     call = call_of(queries=11, keys=17, mask=mask)
     assert torch.equal(visible_keys(call), seen)
+    some = torch.tensor([7, 0, 10])
+    assert torch.equal(visible_keys(call, some), seen[:, :, some])
+    assert torch.equal(visible_keys(replace(call, mask=None), some), causal(11, 17)[:, :, some])
     assert_same(attention_sensitivity(call), by_definition(call, SCALE, seen))
     assert_differs(attention_sensitivity(replace(call, mask=None)), by_definition(call, SCALE, seen))
 

@@ -18,7 +18,7 @@ from harness.formats.taps import KINDS, ErrorModel, Kind, prefix_of
 from harness.judge.compare.cache_format import FORMATS, CacheFormat, Stored, quantised, rounded_sums
 from harness.judge.compare.conventions.entry import HALF, Convention, Rounding, SuspectRows, dtype_name
 from harness.oracle.attention import attention_sensitivity, in_pieces, probabilities, scaling, visible_keys
-from harness.oracle.paired import are_queries_apart
+from harness.oracle.paired import has_rowless_options
 from harness.oracle.watch import AttentionCall, run_attention
 
 EAGER = "scores rounded to the engine's dtype"
@@ -73,17 +73,17 @@ def _run_eager(
     if scale_dtype is not None:
         call = _scaled_first(call, dtype, scale_dtype)
     query, key, value = (x.to(dtype) for x in (call.query, call.key, call.value))
-    low = replace(call, query=query, key=key, value=value, mask=visible_keys(call))
-    pieces = in_pieces(low) if are_queries_apart(low, function) else [low]
+    low = replace(call, query=query, key=key, value=value)
+    pieces = in_pieces(low) if has_rowless_options(low) else [low]
     context = torch.cat([run_attention(_with_added_mask(piece), function)[0] for piece in pieces], dim=1)
     return context.flatten(2).flatten(0, 1)[subject.rows].to(torch.float64)
 
 
 def _with_added_mask(call: AttentionCall) -> AttentionCall:
-    """Return the call with numbers to add to the scores in the place of a mask of booleans."""
-    assert call.mask is not None
-    mask = torch.zeros(call.mask.shape, dtype=call.query.dtype, device=call.mask.device)
-    return replace(call, mask=mask.masked_fill_(~call.mask, torch.finfo(mask.dtype).min))
+    """Return the call with a mask of numbers that are added to the scores: none where a key is seen."""
+    visible = visible_keys(call)
+    mask = torch.zeros(visible.shape, dtype=call.query.dtype, device=visible.device)
+    return replace(call, mask=mask.masked_fill_(~visible, torch.finfo(mask.dtype).min))
 
 
 def _coarse_cache(subject: SuspectRows) -> Iterator[Rounding]:
@@ -277,11 +277,11 @@ def _allowance_of_ties(subject: SuspectRows, call: AttentionCall, operands: _Ope
     query, key, value = operands.query, operands.key, operands.value
     groups = query.values.shape[1] // key.values.shape[1]
     wide = [x.repeat_interleave(groups, dim=1) for x in (key.values, key.slack, value.values, value.slack)]
-    keys, key_slack, values, value_slack = wide
     at, moved, norms = 0, [], []
     for p, v in probabilities(call, query.values, key.values, value.values):
         queries = slice(at, at + p.shape[2])
         at = queries.stop
+        keys, key_slack, values, value_slack = (x[:, :, : p.shape[3]] for x in wide)
         q, slack = query.values[:, :, queries], query.slack[:, :, queries]
         scores = (q.abs() @ key_slack.transpose(2, 3) + slack @ keys.abs().transpose(2, 3)) * scaling(call)
         context = p @ v
