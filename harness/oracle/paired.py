@@ -468,7 +468,7 @@ def _replaced(value: torch.Tensor, replacement: torch.Tensor) -> torch.Tensor:
     """
     if value.numel() * value.element_size() == value.untyped_storage().nbytes():
         return value.copy_(replacement)
-    return replacement.to(value.dtype, copy=True)  # the observer may keep it; the model may change what it is given
+    return replacement.to(value, copy=True)  # the observer may keep it; the model may change what it is given
 
 
 def _without_holes(call: AttentionCall) -> tuple[AttentionCall, torch.Tensor | None]:

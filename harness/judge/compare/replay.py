@@ -385,7 +385,7 @@ class Replay:
             like = value.rows.new_empty(0, *value.rows.shape[1:])
             self._values[operation.tap] = partial(_read_again, self._batch, operation.tap, like)
             return
-        rows = value.rows.clone() if replaced is None else replaced.to(value.rows.dtype)
+        rows = value.rows.clone() if replaced is None else replaced.to(value.rows)
         is_whole = operation.tap in self._sampled
         self._values[operation.tap] = partial(
             _rows_at, rows if is_whole else value.in_all_places(rows, self._batch.num_places)

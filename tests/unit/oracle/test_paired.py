@@ -289,6 +289,16 @@ def test_each_forward_goes_on_with_its_own_value(load, token_ids, side, tap):
     assert all(order.index(item) > order.index(tap) for item in moved)
 
 
+@pytest.mark.parametrize("is_part", [False, True])
+def test_what_is_put_back_in_another_dtype_has_that_of_the_forward(is_part):
+    """Whether it is written into the forward's tensor, or that is a part of another."""
+    value = torch.zeros(4, 3, dtype=torch.float64)[: 2 if is_part else 4]
+    recorded = torch.randn(len(value), 3).to(torch.bfloat16)
+    actual = paired._replaced(value, recorded)
+    assert torch.equal(actual, recorded.double())
+    assert (actual is value) != is_part
+
+
 def test_a_residual_that_is_put_back_is_read_by_the_norm_and_by_the_sum(load, token_ids):
     """Only the norm's input is shown, the sum reads the same tensor two lines further on."""
     hf, prefix = load("qwen3-tiny"), "model.layers.1."
