@@ -295,6 +295,7 @@ def test_what_is_put_back_in_another_dtype_has_that_of_the_forward(is_part):
     value = torch.zeros(4, 3, dtype=torch.float64)[: 2 if is_part else 4]
     recorded = torch.randn(len(value), 3).to(torch.bfloat16)
     actual = paired._replaced(value, recorded)
+    assert actual.dtype == torch.float64
     assert torch.equal(actual, recorded.double())
     assert (actual is value) != is_part
 
