@@ -4,7 +4,7 @@ from itertools import accumulate, chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harness.engines.by_content.forwards import RowTeller, StepForward
@@ -124,6 +124,7 @@ WORK = st.lists(
     chunk=st.integers(1, 4),
     pad=st.integers(0, 2),
 )
+@example(work=[RequestWork([PAD] * 5, 0)], order=ORDERS[0], layout="chunks", chunk=4, pad=1)
 def test_no_row_is_taken_for_another_one(work, order, layout, chunk, pad):
     """Hostile tokens may be ambiguous, and what is told holds the right token; unlike tokens are all told right."""
     unlike, number = [], 10
