@@ -2,7 +2,8 @@
 
 Without a tap nothing says where an error begins. But what a port does otherwise, it mostly does in every layer, and HF
 has one line of code for it. So each change is made in all modules of a class at once, or in what one module holds, and
-the model computes the shortest of the wrong requests with it. What gives the recorded rows is held to the others.
+the model computes the shortest of the wrong requests with it. What gives the recorded rows is held to the others, and
+to the rows that are right: a change that the engine makes everywhere leaves none of them right that it would move.
 
 `R` rows of width `W`, `V` tokens in the vocabulary.
 """
@@ -28,7 +29,7 @@ from harness.judge.explain.edits.change import LIKELY, ModelChange, ToldChange
 from harness.judge.explain.edits.code import lines_run
 from harness.judge.explain.edits.everywhere import are_weights_held, changes_of_model
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
-from harness.judge.explain.trial.ranking import rank_hypotheses
+from harness.judge.explain.trial.ranking import MIN_SHARE, rank_hypotheses
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts
 from harness.oracle.untraced import all_parts_held, parts_kept
@@ -44,8 +45,8 @@ _NOT_TRIED = "no change of a weight was tried: there is not enough memory to hol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrongRequest:
-    """Rows of one request that are wrong, [n, W], `n` of the `R` rows."""
+class RequestRows:
+    """Rows of one request, [n, W]: all its wrong ones, or all its right ones."""
 
     token_ids: Sequence[int]
     """As far as the last of the rows."""
@@ -65,9 +66,9 @@ class WrongRequest:
         return self.shown(logits[0, positions.to(logits.device)].to("cpu", torch.float64))
 
 
-def those_to_run(requests: Sequence[WrongRequest]) -> list[WrongRequest]:
+def those_to_run(requests: Sequence[RequestRows]) -> list[RequestRows]:
     """Return the requests that are run, the shortest first."""
-    chosen, num_tokens = list[WrongRequest](), 0
+    chosen, num_tokens = list[RequestRows](), 0
     for request in sorted(requests, key=lambda item: len(item.token_ids)):
         num_tokens += len(request.token_ids)
         if chosen and num_tokens > _MAX_TOKENS:
@@ -90,10 +91,12 @@ def model_held(hf: HFModel) -> Iterator[None]:
 class ModelTrials:
     """Runs of the model over requests whose rows are wrong. Use it while the model is held."""
 
-    requests: Sequence[WrongRequest]
+    requests: Sequence[RequestRows]
     """The shortest first."""
     wrong: WrongOperation
     """Their rows, with the logits as their operation."""
+    right: Sequence[RequestRows] = ()
+    """Rows that are right, of these or of other requests."""
     meter: Meter = field(default_factory=Meter)
     """Of the right run over the first request."""
     sizes: Sequence[str] = ()
@@ -101,12 +104,19 @@ class ModelTrials:
 
     @classmethod
     def of(
-        cls, requests: Sequence[WrongRequest], hf: HFModel, recording: Recording, dtype: torch.dtype, budget: Budget
+        cls,
+        requests: Sequence[RequestRows],
+        right: Sequence[RequestRows],
+        hf: HFModel,
+        recording: Recording,
+        dtype: torch.dtype,
+        budget: Budget,
     ) -> "ModelTrials | None":
         """Run the model once; None if it gives rows of another shape.
 
         Args:
             requests: those to run.
+            right: rows that are right.
             hf: the model in the engine's dtype.
             recording: of these requests.
             dtype: of the engine.
@@ -133,7 +143,7 @@ class ModelTrials:
             slot_history=SlotHistory(recording),
             edit_budget=budget,
         )
-        return cls(wrong=wrong, requests=requests)
+        return cls(wrong=wrong, requests=requests, right=those_to_run(right))
 
     def explanation(self, scope: str, first: Sequence[Explain] = ()) -> Explanation:
         """Return the change that fits the rows best, after what is tried `first`; see `rank_hypotheses`."""
@@ -200,13 +210,24 @@ class ModelTrials:
             return None
         if len(self.requests) > 1:
             output = self._under(change, self.requests, factor)
+        if output is None or not self.leaves_right(self._under(change, self.right, factor), allowance):
+            return None
         told = change.tell(factor)
-        return None if output is None else Hypothesis(
+        return Hypothesis(
             cause=told.cause, output=output, detail=told.detail, num_fitted=int(change.is_fitted),
             is_vague=change.is_vague, allowance=allowance,
         )  # fmt: skip
 
-    def _under(self, change: ModelChange, requests: Sequence[WrongRequest], factor: float) -> torch.Tensor | None:
+    def leaves_right(self, output: torch.Tensor | None, allowance: float = ALLOWANCE) -> bool:
+        """Whether the right rows are what a change gives, [rows, W] or None where it does not run, up to some."""
+        if output is None or not self.right:
+            return not self.right
+        actual, noise = (torch.cat([getattr(item, name) for item in self.right]) for name in ("actual", "noise"))
+        bound = (RATIO_BOUND / 2 * noise).clamp(min=rounding_unit(self.wrong.dtype))
+        is_right = (actual - output).norm(dim=1) <= allowance * bound * actual.norm(dim=1)
+        return float(is_right.double().mean()) >= MIN_SHARE
+
+    def _under(self, change: ModelChange, requests: Sequence[RequestRows], factor: float) -> torch.Tensor | None:
         """Return the rows [R, W] under a change; None if it does not run."""
         hf = self.wrong.hf
         try:

@@ -16,7 +16,7 @@ from harness.extensions.server.truth import TruthRow
 from harness.formats.recording import Manifest, ModelInfo, Producer, Recording, RequestInfo
 from harness.judge.compare.align import Rows
 from harness.judge.explain.core.rerun import Budget
-from harness.judge.explain.whole_model import ModelTrials, WrongRequest, model_held, those_to_run
+from harness.judge.explain.whole_model import ModelTrials, RequestRows, model_held, those_to_run
 from harness.oracle.model import HFModel
 from harness.report.check.table import count
 from harness.results.check import Explanation
@@ -42,11 +42,14 @@ def explain_answers(
     values = {at: dict(_values(prompt, answer, truth[at])) for at, (prompt, answer) in answers.items()}
     all_rows = [row for rows in values.values() for row in rows.values()]
     width = min((len(logprobs) for _, logprobs in all_rows), default=0)
-    requests = [
-        wrong
-        for at, (prompt, answer) in answers.items()
-        if (wrong := _wrong(at, [*prompt, *answer.token_ids], values[at], width)) is not None
-    ]
+    requests, right = (
+        [
+            rows
+            for at, (prompt, answer) in answers.items()
+            if (rows := _rows(at, [*prompt, *answer.token_ids], values[at], width, are_wrong=are_wrong)) is not None
+        ]
+        for are_wrong in (True, False)
+    )
     num_wrong = sum(len(item.rows) for item in requests)
     if not num_wrong or 2 * num_wrong < len(all_rows):
         return None
@@ -54,7 +57,7 @@ def explain_answers(
     with model_held(hf):
         budget, dtype = Budget(seconds), str(hf.dtype).removeprefix("torch.")
         budget.begin_explanation()
-        trials = ModelTrials.of(chosen, hf, _recording(chosen, dtype), hf.dtype, budget)
+        trials = ModelTrials.of(chosen, right, hf, _recording(chosen, dtype), hf.dtype, budget)
         where = f"{num_wrong:,} of {count(len(all_rows), 'row')}" if num_wrong < len(all_rows) else "every row"
         return None if trials is None else trials.explanation(where)
 
@@ -71,8 +74,10 @@ def _values(prompt: Sequence[int], answer: Completion, rows: TruthRows) -> Itera
             yield len(prompt) + at - 1, (row, {item: known[item] for item in likeliest})
 
 
-def _wrong(number: int, token_ids: Sequence[int], values: Mapping[int, _Values], width: int) -> WrongRequest | None:
-    """Return the rows of an answer that are further off than HF's own error lets expect; None if there are none."""
+def _rows(
+    number: int, token_ids: Sequence[int], values: Mapping[int, _Values], width: int, *, are_wrong: bool
+) -> RequestRows | None:
+    """Return the rows of an answer that are off by more than HF's own error, or the others; None for no row."""
     if not values:
         return None
     rows, tables = zip(*values.values(), strict=True)
@@ -81,15 +86,15 @@ def _wrong(number: int, token_ids: Sequence[int], values: Mapping[int, _Values],
     floor = torch.tensor([row.resolution for row in rows], dtype=torch.float64)
     noise = torch.maximum((_picked([row.control for row in rows], ids) - exact).norm(dim=1), floor)
     noise = noise.clamp(min=float(noise.square().mean().sqrt()))
-    is_wrong = (actual - exact).norm(dim=1) > _WRONG * noise
-    if not bool(is_wrong.any()):
+    chosen = ((actual - exact).norm(dim=1) > _WRONG * noise) == are_wrong
+    if not bool(chosen.any()):
         return None
-    position, tokens = torch.tensor(list(values))[is_wrong], torch.tensor(ids)[is_wrong]
-    return WrongRequest(
+    position, tokens = torch.tensor(list(values))[chosen], torch.tensor(ids)[chosen]
+    return RequestRows(
         token_ids=token_ids[: int(position.max()) + 1],
         rows=Rows(request=torch.full_like(position, number), position=position, step=torch.zeros_like(position)),
-        actual=actual[is_wrong],
-        noise=(noise / exact.norm(dim=1))[is_wrong],
+        actual=actual[chosen],
+        noise=(noise / exact.norm(dim=1))[chosen],
         shown=lambda logits: logits.log_softmax(dim=1).gather(1, tokens),
     )
 
@@ -100,7 +105,7 @@ def _picked(tables: Sequence[Mapping[int, float]], ids: Sequence[Sequence[int]])
     return torch.tensor(picked, dtype=torch.float64)
 
 
-def _recording(requests: Sequence[WrongRequest], dtype: str) -> Recording:
+def _recording(requests: Sequence[RequestRows], dtype: str) -> Recording:
     """Return a recording of the requests in which no tap was seen."""
     infos = [
         RequestInfo(id=int(item.rows.request[0]), token_ids=list(item.token_ids), prompt_length=1) for item in requests

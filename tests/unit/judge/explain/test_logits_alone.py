@@ -8,6 +8,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 import harness
 from harness.errors import Code, HarnessError
+from harness.judge.explain import whole_model
 
 PROMPTS = [[5, 9, 14, 3, 8], list(range(20, 44)), [7, 7, 7, 3, 5, 200, 31]]
 NUM_LAYERS, HEAD_SIZE = 3, 32
@@ -170,6 +171,57 @@ def test_right_logits_that_are_returned_wrongly_are_named(open_engine, checkpoin
     explanation = report.runs[0].first_divergence.explanation
     assert explanation.is_cause
     assert cause in explanation.cause
+
+
+OF_ONE_ROW = {
+    "zero": (0.0, "the logits of these rows alone are zero: they were not computed, or not returned"),
+    "scaled": (0.5, "the logits are scaled by 0.5: a temperature of these rows alone"),
+}
+
+
+@pytest.mark.parametrize("mistake", OF_ONE_ROW)
+def test_no_weight_is_named_where_other_rows_are_right(open_engine, checkpoints, mistake):
+    factor, cause = OF_ONE_ROW[mistake]
+    engine = open_engine()
+    step = engine.step
+    engine.step = lambda work: step(work) * torch.tensor([factor if at == 1 else 1 for at in range(len(work))])[:, None]
+    report = check(engine, checkpoints, schedules=["batched"], explain_seconds=0.5)
+    explanation = report.runs[0].first_divergence.explanation
+    assert explanation.is_cause
+    assert (explanation.cause, explanation.scope) == (cause, "request 1")
+
+
+def test_no_change_is_named_that_would_make_right_rows_wrong(open_engine, checkpoints, monkeypatch):
+    """A cache that loses the first token makes decode rows wrong, and the prompt's rows are right."""
+    mask = "attention_mask` is `position_ids"
+    changes_of_model = whole_model.changes_of_model
+
+    def masks(*args):
+        return [(rank, change) for rank, change in changes_of_model(*args) if mask in change.tell(1.0).cause]
+
+    monkeypatch.setattr(whole_model, "changes_of_model", masks)
+    causes = []
+    for is_everywhere in (True, False):
+        engine = open_engine()
+        logits = engine.logits
+        engine.step = lose_first_token(engine, logits, is_everywhere=is_everywhere)
+        report = check(engine, checkpoints, schedules=["plain"], explain_seconds=20)
+        explanation = report.runs[0].first_divergence.explanation
+        causes.append((explanation.is_cause, mask in explanation.cause))
+    assert causes == [(True, True), (False, False)]
+
+
+def lose_first_token(engine, logits, *, is_everywhere):
+    step = engine.step
+
+    def stepped(work):
+        rows = step(work)
+        for at, (request, _, first) in enumerate(work):
+            if first or is_everywhere:
+                rows[at] = torch.from_numpy(logits(engine.tokens[request][1:] or engine.tokens[request]))
+        return rows
+
+    return stepped
 
 
 def test_rotary_over_other_pairs_is_named(open_engine, checkpoints):
