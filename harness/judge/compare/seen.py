@@ -182,10 +182,12 @@ def _digests(steps: Sequence[Step], taps: Sequence[str], before: bytes) -> list[
     first, num_rows = steps[0], steps[0].entry.num_rows * len(steps)
     digests, names = [blake3(before) for _ in range(num_rows)], [list[str]() for _ in range(num_rows)]
     for group in _groups(first, list(filter(first.has, taps))):
-        parts = [first.beside(tap)[0].contiguous().view(torch.uint8).flatten(1) for tap in group]
+        tensors = [first.beside(tap)[0].contiguous() for tap in group]
+        parts = [tensor.view(torch.uint8).flatten(1) for tensor in tensors]
+        told = [f"{tap} {tensor.dtype}" for tap, tensor in zip(group, tensors, strict=True)]
         for at, row in zip(_covered(steps, group[0]), torch.cat(parts, dim=1).numpy(), strict=True):
             digests[at].update(row)
-            names[at] += group
+            names[at] += told
     for digest, of_row in zip(digests, names, strict=True):
         digest.update("\n".join(of_row).encode())
     return digests

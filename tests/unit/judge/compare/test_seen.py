@@ -144,6 +144,16 @@ def test_one_bit_of_any_tap_makes_another_row_of_it_and_of_all_that_read_it(benc
         assert others == {(REQUEST, after) for after in range(position, last + 1)}, tap
 
 
+def test_the_same_bytes_of_another_dtype_are_other_rows(bench, tmp_path):
+    one, known = bench(dtype=torch.bfloat16), SeenRows()
+    sound, relabelled = one.recorded("plain"), one.recorded("plain")
+    for step in relabelled.computing():
+        step.taps[TAP] = step.taps[TAP].view(torch.float16)
+    assert not one.compare(sound.write(tmp_path / "sound"), seen=known).findings
+    result = one.compare(relabelled.write(tmp_path / "relabelled"), seen=known)
+    assert [finding.tap for finding in result.findings][:1] == [TAP]
+
+
 @pytest.fixture
 def sketched(one, monkeypatch, tmp_path):
     """A golden that holds sketches of narrow rows."""
