@@ -24,12 +24,12 @@ from harness.judge.compare.sequences import SlotHistory
 from harness.judge.explain.core.fit import fit_factor_near_one
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of
 from harness.judge.explain.core.rerun import Budget, attributes_kept
-from harness.judge.explain.core.wrong_operation import ALLOWANCE, Explain, Hypothesis, WrongOperation, explained
+from harness.judge.explain.core.wrong_operation import ALLOWANCE, FALL, Explain, Hypothesis, WrongOperation, explained
 from harness.judge.explain.edits.change import LIKELY, ModelChange, ToldChange
 from harness.judge.explain.edits.code import lines_run
 from harness.judge.explain.edits.everywhere import are_weights_held, changes_of_model
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
-from harness.judge.explain.trial.ranking import MIN_SHARE, rank_hypotheses
+from harness.judge.explain.trial.ranking import CLEARLY, MIN_SHARE, rank_hypotheses
 from harness.oracle.model import HFModel
 from harness.oracle.precision import eager_experts
 from harness.oracle.untraced import all_parts_held, parts_kept
@@ -174,7 +174,7 @@ class ModelTrials:
                 )
                 return
             with budget.spent():
-                hypothesis = self._hypothesis(change)
+                hypothesis = self._hypothesis(change, len(changes))
             if hypothesis is not None:
                 first = likelihood if first is None else first
                 yield hypothesis
@@ -198,7 +198,7 @@ class ModelTrials:
         ratio = float((error / made).median())
         return ratio if math.isfinite(ratio) else None
 
-    def _hypothesis(self, change: ModelChange) -> Hypothesis | None:
+    def _hypothesis(self, change: ModelChange, num_tried: int) -> Hypothesis | None:
         wrong = self.wrong.take(torch.arange(len(self.requests[0].rows)))
         factor: float | None = 1.0
         if change.is_fitted:
@@ -210,13 +210,22 @@ class ModelTrials:
             return None
         if len(self.requests) > 1:
             output = self._under(change, self.requests, factor)
-        if output is None or not self.leaves_right(self._under(change, self.right, factor), allowance):
+        if output is None or self._is_chance(change, allowance, num_tried):
+            return None
+        if not self.leaves_right(self._under(change, self.right, factor), allowance):
             return None
         told = change.tell(factor)
         return Hypothesis(
             cause=told.cause, output=output, detail=told.detail, num_fitted=int(change.is_fitted),
             is_vague=change.is_vague, allowance=allowance,
         )  # fmt: skip
+
+    def _is_chance(self, change: ModelChange, allowance: float, num_tried: int) -> bool:
+        """Whether some of so many changes would come near to the rows by chance: each of their numbers must."""
+        error, bound = self.wrong.roundings, self.wrong.bound.clamp(min=1)
+        nearness = (error / torch.minimum(allowance * bound, FALL * error)).log()
+        num_values = self.wrong.actual.numel() - change.is_fitted
+        return num_values * float(nearness.median()) < math.log(num_tried) + CLEARLY
 
     def leaves_right(self, output: torch.Tensor | None, allowance: float = ALLOWANCE) -> bool:
         """Whether the right rows are what a change gives, [rows, W] or None where it does not run, up to some."""
