@@ -7,7 +7,7 @@ equally good explanations differ are ambiguous.
 """
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -21,7 +21,7 @@ PADDING, EARLIER = -1, -2
 _MOST_STATES = 20_000
 """Partial explanations that are looked at before the rows count as ambiguous."""
 _MOST_EXPLANATIONS = 16
-"""Equally good explanations that are compared; where there are more, rows of one id may be any of each other."""
+"""Equally good explanations that are compared: four of them may agree on a wrong row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,6 @@ def tell_rows(
     ambiguous = {
         row for rows in best[1:] for pair in zip(best[0], rows, strict=True) if len({*pair}) > 1 for row in pair
     }
-    if len(best) == _MOST_EXPLANATIONS:
-        ambiguous |= _of_common_ids(lines, best)
     if len({tuple(in_order(order, work)) for order in habits.orders}) != 1:
         ambiguous |= _twins(work, starts)
     return Told(_shaped(best[0], forwards), frozenset(row for row in ambiguous if row >= 0))
@@ -172,13 +170,6 @@ def _num_runs(forwards: Sequence[torch.Tensor], work: Sequence[RequestWork], hab
     lines = [line for ids in forwards for line in ids.tolist()]
     best = _Search(lines, work, Habits(pads=habits.pads), is_whole=True).best()
     return sum(run.request != PADDING for run in best[0]) if best else float("inf")
-
-
-def _of_common_ids(lines: Sequence[Sequence[int]], explanations: Sequence[Sequence[int]]) -> set[int]:
-    """Return the rows of the work that stand at ids which several places have."""
-    ids = [token for line in lines for token in line]
-    num = Counter(ids)
-    return {row for rows in explanations for row, token in zip(rows, ids, strict=True) if num[token] > 1}
 
 
 def _twins(work: Sequence[RequestWork], starts: Sequence[int]) -> set[int]:
