@@ -374,9 +374,9 @@ def _refuse_other_dtype(stepper: Stepper, seen: Mapping[Site, SiteRows], dtype: 
     """
     products = [rows.values.dtype for site, rows in seen.items() if site.what in _PRODUCTS]
     weights = {item.dtype for module in module_paths(stepper) for item in module.parameters(recurse=False)}
-    for other in (torch.bfloat16, torch.float16, *(weights if weights == {torch.float32} else ())):
-        if other is not dtype and 2 * products.count(other) > len(products):
-            name = str(other).removeprefix("torch.")
+    for computed in (torch.bfloat16, torch.float16, *(weights if weights == {torch.float32} else ())):
+        if computed is not dtype and 2 * products.count(computed) > len(products):
+            name = str(computed).removeprefix("torch.")
             raise HarnessError(
                 Code.DIFFERENT_DTYPES,
                 "the engine's products are of another dtype than the check",

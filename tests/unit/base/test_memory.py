@@ -89,11 +89,11 @@ def test_all_objects_are_searched_as_before_once_that_finds_many(rare_collection
 
 @pytest.mark.parametrize(("free", "is_given_back"), [(64 << 20, False), ((64 << 20) + 1, True)])
 def test_memory_is_given_back_where_much_is_free(monkeypatch, free, is_given_back):
-    given = []
-    libc = SimpleNamespace(mallinfo2=lambda: SimpleNamespace(fordblks=free), malloc_trim=given.append)
+    trimmed = []
+    libc = SimpleNamespace(mallinfo2=lambda: SimpleNamespace(fordblks=free), malloc_trim=trimmed.append)
     monkeypatch.setattr(memory, "_glibc", lambda: libc)
     memory.give_back()
-    assert given == [0] * is_given_back
+    assert trimmed == [0] * is_given_back
 
 
 def test_nothing_is_given_back_without_glibc(monkeypatch):

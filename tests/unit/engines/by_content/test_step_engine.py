@@ -62,10 +62,10 @@ def test_weights_in_float32_are_checked_in_16_bits_under_autocast_alone(fused_en
 
     cast = SimpleNamespace(engine=engine, step=step)
     assert check(cast, tmp_path, "", dtype="bfloat16").is_ok
-    for stepper, dtype, other in ((engine, "bfloat16", "float32"), (cast, "auto", "bfloat16")):
+    for stepper, dtype, computed in ((engine, "bfloat16", "float32"), (cast, "auto", "bfloat16")):
         with pytest.raises(HarnessError, match="products are of another dtype") as caught:
             check(stepper, tmp_path, "", dtype=dtype)
-        assert caught.value.hint == f'dtype="{other}"'
+        assert caught.value.hint == f'dtype="{computed}"'
 
 
 @pytest.mark.parametrize(

@@ -45,5 +45,5 @@ def test_a_choice_by_other_scores(tmp_path, break_it, cause):
 
 
 def test_a_choice_has_no_order():
-    chosen, other = torch.tensor([[0, 3], [1, 2]]), torch.tensor([[3, 0], [1, 1]])
-    assert are_chosen_alike(chosen, other).tolist() == [True, False]
+    chosen, by_score = torch.tensor([[0, 3], [1, 2]]), torch.tensor([[3, 0], [1, 1]])
+    assert are_chosen_alike(chosen, by_score).tolist() == [True, False]
