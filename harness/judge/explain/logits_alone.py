@@ -76,7 +76,7 @@ class _Returned:
     def _scaled(self, wrong: WrongOperation, factor: float) -> str:
         """Return what multiplies logits by a factor: weights do it in all rows."""
         outputs = [factor * item.run(wrong.hf) for item in self.trials.right]
-        is_everywhere = self.trials.leaves_right(torch.cat(outputs) if outputs else None)
+        is_everywhere = not outputs or self.trials.leaves_right(torch.cat(outputs))
         if factor:
             weight = ", or the weight of the final norm or head" if is_everywhere else " of these rows alone"
             return f"the logits are scaled by {factor:.4g}: a temperature{weight}"

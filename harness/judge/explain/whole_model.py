@@ -25,7 +25,7 @@ from harness.judge.explain.core.fit import fit_factor_near_one
 from harness.judge.explain.core.formats import HALF_DTYPES, name_of
 from harness.judge.explain.core.rerun import Budget, attributes_kept
 from harness.judge.explain.core.wrong_operation import ALLOWANCE, FALL, Explain, Hypothesis, WrongOperation, explained
-from harness.judge.explain.edits.change import LIKELY, ModelChange, ToldChange
+from harness.judge.explain.edits.change import ModelChange, likely_change
 from harness.judge.explain.edits.code import lines_run
 from harness.judge.explain.edits.everywhere import are_weights_held, changes_of_model
 from harness.judge.explain.edits.limits import Meter, TooMuchError, limited
@@ -184,8 +184,7 @@ class ModelTrials:
     def _sizes(self) -> Iterator[str]:
         """Yield the coarser dtypes in which HF itself makes errors of this size, with how much larger they are here."""
         for dtype in HALF_DTYPES if self.wrong.dtype == torch.float32 else ():
-            make = partial(_autocast, self.wrong.hf, dtype)
-            ratio = self._times(ModelChange(module="", rank=LIKELY, make=make, tell=lambda _: ToldChange(cause="")))
+            ratio = self._times(likely_change("", partial(_autocast, self.wrong.hf, dtype)))
             if ratio is not None and 1 / _ALIKE <= ratio <= _ALIKE:
                 yield f"{ratio:.2g} times the error that HF makes with products in {name_of(dtype)}"
 
@@ -212,7 +211,7 @@ class ModelTrials:
             output = self._under(change, self.requests, factor)
         if output is None or self._is_chance(change, allowance, num_tried):
             return None
-        if not self.leaves_right(self._under(change, self.right, factor), allowance):
+        if self.right and not self.leaves_right(self._under(change, self.right, factor), allowance):
             return None
         told = change.tell(factor)
         return Hypothesis(
@@ -229,8 +228,8 @@ class ModelTrials:
 
     def leaves_right(self, output: torch.Tensor | None, allowance: float = ALLOWANCE) -> bool:
         """Whether the right rows are what a change gives, [rows, W] or None where it does not run, up to some."""
-        if output is None or not self.right:
-            return not self.right
+        if output is None:
+            return False
         actual, noise = (torch.cat([getattr(item, name) for item in self.right]) for name in ("actual", "noise"))
         bound = (RATIO_BOUND / 2 * noise).clamp(min=rounding_unit(self.wrong.dtype))
         is_right = (actual - output).norm(dim=1) <= allowance * bound * actual.norm(dim=1)

@@ -1,8 +1,9 @@
 """A change of the model, which is made for the time of a trial."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 LIKELY, POSSIBLE, UNLIKELY = range(3)
 """Ranks by how many mistakes a trial names. Changes that an operation has, and how many of 213 faults they named:
@@ -21,6 +22,10 @@ class ToldChange:
     detail: str = ""
 
 
+Make = Callable[[float], AbstractContextManager[Any]]
+"""See `ModelChange.make`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChange:
     """One change of the code that a module runs, or of what it holds."""
@@ -28,7 +33,7 @@ class ModelChange:
     module: str
     """Path of the innermost module that it concerns."""
     rank: int
-    make: Callable[[float], AbstractContextManager[None]]
+    make: Make
     """Makes it for the duration of a block, by the number that is fitted in it.
 
     Raises:
@@ -40,3 +45,19 @@ class ModelChange:
     """Share of the error that it may leave: numbers near the middle of two of a coarser format fall to either."""
     is_vague: bool = False
     """Whether it has no term of the field: what has one and fits as well comes first."""
+
+
+def likely_change(cause: str, make: Make, *, module: str = "", leaves: float = 0.0) -> ModelChange:
+    """Return a change with nothing to fit, of a module or of the whole model; see `ModelChange`."""
+    return ModelChange(
+        module=module, rank=LIKELY, make=make, tell=lambda _factor: ToldChange(cause=cause), leaves=leaves
+    )
+
+
+@contextmanager
+def all_made(makes: Sequence[Make], factor: float) -> Iterator[None]:
+    """Make several changes for the duration of a block."""
+    with ExitStack() as stack:
+        for make in makes:
+            stack.enter_context(make(factor))
+        yield

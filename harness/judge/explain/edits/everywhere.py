@@ -5,7 +5,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -17,7 +17,7 @@ from torch import nn
 from harness.base.memory import available_bytes
 from harness.judge.explain.core.rerun import replaced
 from harness.judge.explain.core.wrong_operation import WrongOperation
-from harness.judge.explain.edits.change import LIKELY, ModelChange, ToldChange
+from harness.judge.explain.edits.change import LIKELY, Make, ModelChange, ToldChange, all_made, likely_change
 from harness.judge.explain.edits.code import LinesRun, changes_of_classes
 from harness.judge.explain.edits.held import changes_of_parameters
 from harness.judge.explain.edits.precision import changes_of_precision
@@ -30,7 +30,6 @@ _NAMES_OF_EPS = ("eps", "variance_epsilon", "epsilon")
 _ROTARY = "apply_rotary_pos_emb"
 """Name in transformers of what rotates queries and keys."""
 _LAYER = re.compile(r"\.\d+(?=\.)")
-_Make = Callable[[float], AbstractContextManager[Any]]
 
 
 def changes_of_model(
@@ -80,7 +79,7 @@ def _settings(hf: HFModel) -> Iterator[ModelChange]:
     held = [(module, name) for module in hf.model.modules() for name in _NAMES_OF_EPS]
     eps = [(module, name) for module, name in held if isinstance(getattr(module, name, None), float)]
     for value in _EPS if eps else ():
-        yield _change(f"eps of all norms is {value:g}", partial(_attributes, eps, value))
+        yield likely_change(f"eps of all norms is {value:g}", partial(_attributes, eps, value))
     rope = getattr(hf.config, "rope_parameters", None) or {}
     theta, kind = rope.get("rope_theta"), rope.get("rope_type", "default")
     tables = [module for module in hf.model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
@@ -88,7 +87,7 @@ def _settings(hf: HFModel) -> Iterator[ModelChange]:
         for value in _THETAS:
             if value != theta:
                 power = math.log(value) / math.log(theta)
-                yield _change(f"rotary theta is {value:g} instead of {theta:g}", partial(_powers, tables, power))
+                yield likely_change(f"rotary theta is {value:g} instead of {theta:g}", partial(_powers, tables, power))
 
 
 def _rotations(hf: HFModel) -> Iterator[ModelChange]:
@@ -99,7 +98,7 @@ def _rotations(hf: HFModel) -> Iterator[ModelChange]:
     for shape, actual, expected in (((-1, 2), neighbours, halves), ((2, -1), halves, neighbours)):
         makes = [partial(_rotated, holder, shape) for holder in holders]
         if makes:
-            yield _change(f"rotary over {actual} instead of {expected}", partial(_all, makes))
+            yield likely_change(f"rotary over {actual} instead of {expected}", partial(all_made, makes))
 
 
 @contextmanager
@@ -118,17 +117,19 @@ def _rotated(holder: Any, shape: tuple[int, int], _factor: float) -> Iterator[No
 
 def _exchanges(hf: HFModel) -> Iterator[ModelChange]:
     """Yield the exchange of the weights of two modules of a layer, in all layers and in each."""
-    pairs = defaultdict[tuple[str, str], list[_Make]](list)
+    pairs = defaultdict[tuple[str, str], list[Make]](list)
     for path in hf.parts:
         modules = {name: module for name, module in hf.module(path).named_modules() if name and _weight(module)}
         for (first, one), (second, another) in combinations(modules.items(), 2):
             if _weight(one) == _weight(another):
                 make = partial(_exchanged, one, another)
                 pairs[first, second].append(make)
-                yield _change(f"the weights of {first} and {second} of {path} are exchanged", make, module=path)
+                yield likely_change(f"the weights of {first} and {second} of {path} are exchanged", make, module=path)
     for (first, second), makes in pairs.items():
         if len(makes) > 1:
-            yield _change(f"the weights of {first} and {second} are exchanged, in all layers", partial(_all, makes))
+            yield likely_change(
+                f"the weights of {first} and {second} are exchanged, in all layers", partial(all_made, makes)
+            )
 
 
 def _of_sites(wrong: WrongOperation) -> Iterator[ModelChange]:
@@ -148,25 +149,16 @@ def _of_sites(wrong: WrongOperation) -> Iterator[ModelChange]:
         if 1 < len(changes) == num_layers:
             first = changes[0]
             yield replace(
-                first, module="", make=partial(_all, [change.make for change in changes]), tell=partial(_told, first)
+                first,
+                module="",
+                make=partial(all_made, [change.make for change in changes]),
+                tell=partial(_told, first),
             )
 
 
 def _told(first: ModelChange, factor: float) -> ToldChange:
     told = first.tell(factor)
     return replace(told, cause=f"{told.cause}, and likewise in all layers")
-
-
-def _change(cause: str, make: _Make, module: str = "") -> ModelChange:
-    return ModelChange(module=module, rank=LIKELY, make=make, tell=lambda _factor: ToldChange(cause=cause))
-
-
-@contextmanager
-def _all(makes: Sequence[_Make], factor: float) -> Iterator[None]:
-    with ExitStack() as stack:
-        for make in makes:
-            stack.enter_context(make(factor))
-        yield
 
 
 def _weight(module: nn.Module) -> torch.Size | None:

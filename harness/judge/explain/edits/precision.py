@@ -21,7 +21,7 @@ from harness.judge.explain.core.formats import (
     rounded,
 )
 from harness.judge.explain.core.rerun import replaced
-from harness.judge.explain.edits.change import LIKELY, ModelChange, ToldChange
+from harness.judge.explain.edits.change import Make, ModelChange, all_made, likely_change
 from harness.oracle.model import HFModel
 from harness.oracle.watch import AttentionCall, Seeing, run_attention, watching
 
@@ -43,11 +43,12 @@ def changes_of_precision(
         times: tells how many times larger the engine's error is than what a change makes; None if that does not run.
         of_held: whether weights may be changed.
     """
+    changed = partial(likely_change, leaves=_LEAVES)
     for name, change in _of_keys(dtype):
-        yield _change(f"keys and values are kept in {name}", partial(_with_keys, hf, change))
+        yield changed(f"keys and values are kept in {name}", partial(_with_keys, hf, change))
     products = [module for module in hf.model.modules() if isinstance(module, nn.Linear)]
     known = partial(int8, dims=(1,))
-    ratio = times(_change("", partial(_with_weights, products, known))) if products and of_held else None
+    ratio = times(likely_change("", _of_weights(products, known))) if products and of_held else None
     if ratio is None:
         return
     sample = products[0].weight[:_SAMPLE_ROWS].double()
@@ -56,16 +57,17 @@ def changes_of_precision(
     formats = [item for item in of_weights(width) if error / _ALIKE <= _error(item[1], sample) <= error * _ALIKE]
     for where, modules in _sites(hf, products).items():
         for name, change in formats:
-            cause, make = f"the weights of {where} are kept {name}", partial(_with_weights, modules, change)
-            yield _change(cause, make)
+            cause, make = f"the weights of {where} are kept {name}", _of_weights(modules, change)
+            yield changed(cause, make)
             for of_input, start, change_of_input in of_inputs():
                 if name.startswith(start):
-                    whole = partial(_both, make, partial(_with_inputs, products, change_of_input))
-                    yield _change(f"{cause}, and inputs of products are quantised to {of_input}", whole)
+                    whole = partial(all_made, [make, partial(_with_inputs, products, change_of_input)])
+                    yield changed(f"{cause}, and inputs of products are quantised to {of_input}", whole)
     for coarser in HALF_DTYPES:
         if f"in {name_of(coarser)}" in dict(formats):
-            make = partial(_with_all_weights, list(hf.model.parameters()), partial(rounded, dtype=coarser))
-            yield _change(f"the weights of all modules are kept in {name_of(coarser)}", make)
+            change = partial(rounded, dtype=coarser)
+            make = partial(all_made, [partial(_with_values, parameter, change) for parameter in hf.model.parameters()])
+            yield changed(f"the weights of all modules are kept in {name_of(coarser)}", make)
 
 
 def _error(change: Change, weight: torch.Tensor) -> float:
@@ -90,31 +92,23 @@ def _of_keys(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
     yield "int8, with one scale for each token and head", partial(int8, dims=(-1,))
 
 
-def _change(cause: str, make: Callable[[float], AbstractContextManager[Any]]) -> ModelChange:
-    return ModelChange(module="", rank=LIKELY, make=make, tell=lambda _factor: ToldChange(cause=cause), leaves=_LEAVES)
-
-
 def _changed(change: Change, x: torch.Tensor) -> torch.Tensor:
     return change(x.double()).to(x)
 
 
-@contextmanager
-def _with_weights(modules: Sequence[nn.Module], change: Change, _factor: float) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in modules:  # the weight of one may be tied to that of another, which keeps it
-            values = module.weight
-            assert isinstance(values, torch.Tensor)
-            weight = nn.Parameter(_changed(change, values), requires_grad=False)
-            stack.enter_context(replaced(module, "weight", weight))
-        yield
+def _of_weights(modules: Sequence[nn.Module], change: Change) -> Make:
+    return partial(all_made, [partial(_with_weight, module, change) for module in modules])
 
 
-@contextmanager
-def _with_all_weights(parameters: Sequence[nn.Parameter], change: Change, _factor: float) -> Iterator[None]:
-    with ExitStack() as stack:
-        for parameter in parameters:
-            stack.enter_context(replaced(parameter, "data", _changed(change, parameter.data)))
-        yield
+def _with_weight(module: nn.Module, change: Change, _factor: float) -> AbstractContextManager[None]:
+    values = module.weight
+    assert isinstance(values, torch.Tensor)
+    # another parameter: this one may be tied to that of another module, which keeps it
+    return replaced(module, "weight", nn.Parameter(_changed(change, values), requires_grad=False))
+
+
+def _with_values(parameter: nn.Parameter, change: Change, _factor: float) -> AbstractContextManager[None]:
+    return replaced(parameter, "data", _changed(change, parameter.data))
 
 
 @contextmanager
@@ -126,12 +120,6 @@ def _with_inputs(products: Sequence[nn.Linear], change: Change, _factor: float) 
     with ExitStack() as stack:
         for module in products:
             stack.callback(module.register_forward_pre_hook(quantise).remove)
-        yield
-
-
-@contextmanager
-def _both(first: Any, second: Any, factor: float) -> Iterator[None]:
-    with first(factor), second(factor):
         yield
 
 
