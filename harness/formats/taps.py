@@ -173,6 +173,10 @@ class Operation:
         """Name without the layer, the same for every layer: `self_attn.q_proj`, `q_rope`, `lm_head`."""
         return site_of(self.tap)
 
+    def is_like(self, operation: "Operation") -> bool:
+        """Whether two operations are the same in two layers: at one site, with heads of one size."""
+        return self.site == operation.site and self.shape == operation.shape
+
     @property
     def is_kept(self) -> bool:
         """Whether it is content of a cache, not a value of a forward."""

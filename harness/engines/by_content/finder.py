@@ -406,9 +406,7 @@ class TapFinder:
         return {
             operation_elsewhere.layer: self.chosen[tap]
             for tap, operation_elsewhere in others.items()
-            if operation_elsewhere.site == operation.site
-            and operation_elsewhere.shape == operation.shape
-            and operation_elsewhere.layer not in (None, operation.layer)
+            if operation_elsewhere.is_like(operation) and operation_elsewhere.layer not in (None, operation.layer)
         }
 
     def _predicted(self, operation: Operation, known: Mapping[int, FoundTensor]) -> Iterator[str]:

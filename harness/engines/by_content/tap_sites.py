@@ -66,10 +66,6 @@ def find_first(
     }
 
 
-def _has_finite_row(read: "_Read") -> bool:
-    return bool(read.rows.isfinite().all(dim=1).any())
-
-
 _NO_VALUES = (Kind.CACHE, Kind.STATE, Kind.CHOICE)
 """What no tensor of floating-point numbers holds: a cache is read back, and a choice is of indices."""
 _CERTAIN = (TapEvidence.DEFINITION, TapEvidence.NAMED)
@@ -86,6 +82,11 @@ class _Read:
     source: ShownSite
     rows: torch.Tensor
     is_sampled_only: bool = False
+
+    @property
+    def has_finite_row(self) -> bool:
+        """Whether all of a row is finite."""
+        return bool(self.rows.isfinite().all(dim=1).any())
 
 
 class LaterSteps:
@@ -347,7 +348,7 @@ class LaterSteps:
                 return None
             if not self._holds(current, value) and self.taps[tap].evidence not in _CERTAIN:
                 whole = self._whole(operation, self._prefill)  # a mask may be as wide, without one finite row
-                holding = [read for read in whole if _has_finite_row(read) and self._holds(read, value)]
+                holding = [read for read in whole if read.has_finite_row and self._holds(read, value)]
                 if not holding:
                     needed.update(taken.keys() & self._by_consumers & {*operation.inputs})
                 elif tap not in kept:
@@ -413,8 +414,7 @@ class LaterSteps:
         for tap, mapped in self.taps.items():
             mapped_operation = self._hf.graph[tap]
             if (
-                mapped_operation.site == operation.site
-                and mapped_operation.shape == operation.shape
+                mapped_operation.is_like(operation)
                 and mapped_operation.layer is not None
                 and operation.layer is not None
             ):

@@ -4,6 +4,7 @@ A row holds the log probabilities of one new token and of the likeliest ones in 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,14 +43,13 @@ def explain_answers(
     values = {at: dict(_values(prompt, answer, truth[at])) for at, (prompt, answer) in answers.items()}
     all_rows = [row for rows in values.values() for row in rows.values()]
     width = min((len(logprobs) for _, logprobs in all_rows), default=0)
-    requests, right = (
-        [
-            rows
-            for at, (prompt, answer) in answers.items()
-            if (rows := _rows(at, [*prompt, *answer.token_ids], values[at], width, are_wrong=are_wrong)) is not None
-        ]
-        for are_wrong in (True, False)
-    )
+    compared = [
+        _compared(at, [*prompt, *answer.token_ids], values[at], width)
+        for at, (prompt, answer) in answers.items()
+        if values[at]
+    ]
+    requests = [rows for item in compared if (rows := item.rows(item.is_wrong)) is not None]
+    right = [rows for item in compared if (rows := item.rows(~item.is_wrong)) is not None]
     num_wrong = sum(len(item.rows) for item in requests)
     if not num_wrong or 2 * num_wrong < len(all_rows):
         return None
@@ -74,28 +74,53 @@ def _values(prompt: Sequence[int], answer: Completion, rows: TruthRows) -> Itera
             yield len(prompt) + at - 1, (row, {item: known[item] for item in likeliest})
 
 
-def _rows(
-    number: int, token_ids: Sequence[int], values: Mapping[int, _Values], width: int, *, are_wrong: bool
-) -> RequestRows | None:
-    """Return the rows of an answer that are off by more than HF's own error, or the others; None for no row."""
-    if not values:
-        return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """The rows of one answer that can be compared, [R, W]."""
+
+    number: int
+    token_ids: Sequence[int]
+    positions: torch.Tensor
+    """[R] int64."""
+    tokens: torch.Tensor
+    """[R, W] int64: those whose log probabilities the rows hold."""
+    actual: torch.Tensor
+    noise: torch.Tensor
+    """[R] HF's own error, relative to the row."""
+    is_wrong: torch.Tensor
+    """[R] bool: off by more than HF's own error."""
+
+    def rows(self, chosen: torch.Tensor) -> RequestRows | None:
+        """Return some of the rows; None for no row."""
+        if not bool(chosen.any()):
+            return None
+        position, tokens = self.positions[chosen], self.tokens[chosen]
+        return RequestRows(
+            token_ids=self.token_ids[: int(position.max()) + 1],
+            rows=Rows(
+                request=torch.full_like(position, self.number), position=position, step=torch.zeros_like(position)
+            ),
+            actual=self.actual[chosen],
+            noise=self.noise[chosen],
+            shown=lambda logits: logits.log_softmax(dim=1).gather(1, tokens),
+        )
+
+
+def _compared(number: int, token_ids: Sequence[int], values: Mapping[int, _Values], width: int) -> _Compared:
     rows, tables = zip(*values.values(), strict=True)
     ids = [list(logprobs)[:width] for logprobs in tables]
     actual, exact = _picked(tables, ids), _picked([row.logprobs for row in rows], ids)
     floor = torch.tensor([row.resolution for row in rows], dtype=torch.float64)
     noise = torch.maximum((_picked([row.control for row in rows], ids) - exact).norm(dim=1), floor)
     noise = noise.clamp(min=float(noise.square().mean().sqrt()))
-    chosen = ((actual - exact).norm(dim=1) > _WRONG * noise) == are_wrong
-    if not bool(chosen.any()):
-        return None
-    position, tokens = torch.tensor(list(values))[chosen], torch.tensor(ids)[chosen]
-    return RequestRows(
-        token_ids=token_ids[: int(position.max()) + 1],
-        rows=Rows(request=torch.full_like(position, number), position=position, step=torch.zeros_like(position)),
-        actual=actual[chosen],
-        noise=(noise / exact.norm(dim=1))[chosen],
-        shown=lambda logits: logits.log_softmax(dim=1).gather(1, tokens),
+    return _Compared(
+        number=number,
+        token_ids=token_ids,
+        positions=torch.tensor(list(values)),
+        tokens=torch.tensor(ids),
+        actual=actual,
+        noise=noise / exact.norm(dim=1),
+        is_wrong=(actual - exact).norm(dim=1) > _WRONG * noise,
     )
 
 
